@@ -11,16 +11,16 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from operator import is_
 from typing import Any, TypeVar
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import Scalar
-from terrazzo.ir.expr import Expr, Loaded
+from terrazzo.ir.expr import Expr
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, mapped, per_node, rebuilt, topological
+from terrazzo.ir.node import Node, per_node, replaced, topological
 from terrazzo.ir.types import DType, Type
 
 T = TypeVar("T")
@@ -48,14 +48,20 @@ class Form:
         """Whether names of the kernel meet other ones of `words`, those of what was made of the canonical form. A
         kernel may be called as what it writes.
         """
-        seen = {w for w in words if "tzz" not in w}
-        marked = {w for w in seen if "tz" in w}  # others are not replaced
-        new = {self._renaming.marks(w) for w in marked}
-        return len(new) < len(marked) or not new.isdisjoint(seen - marked)
+        marked, others = _parted(frozenset(words))
+        new = {self._renaming.text(w) for w in marked}
+        return len(new) < len(marked) or not new.isdisjoint(others)
 
     @cached_property
     def _renaming(self) -> _Renaming:
         return _Renaming(self.names, self.source)
+
+
+@lru_cache(maxsize=1024)
+def _parted(words: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Words with marks that are replaced, and those without; kernels are called so by nobody else."""
+    marked = frozenset(w for w in words if "tz" in w and "tzz" not in w)
+    return marked, frozenset(w for w in words - marked if "tzz" not in w)
 
 
 MANY = 128
@@ -98,30 +104,40 @@ def together(kernels: Sequence[l.Kernel]) -> Form:
     """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
     last = kernels[-1]
     buffers = dict.fromkeys(b for kernel in kernels for b in (*kernel.writes, *kernel.reads))
-    name = re.sub(r"\W|_*\d+|tzz$", "", last.name, flags=re.ASCII).strip("_") + "tzz"  # a form is its own form
+    name = form_name(last.name)
     names = {_MARK.format(n): b.name for n, b in enumerate(buffers)}
     new: dict[Any, Any] = {b: l.Buffer(mark, b.type) for b, mark in zip(buffers, names, strict=True)}
-    forms = tuple(l.Kernel(name, x.axes, with_buffers(x.stores, new)) for x in kernels)
+    forms = tuple(l.Kernel(name, x.axes, with_buffers(x, new)) for x in kernels)
     return Form(forms, {**names, name: last.name}, last.source)
 
 
-def with_buffers(stores: Sequence[l.Store], new: Mapping[Any, Any]) -> tuple[l.Store, ...]:
-    """Stores with other buffers, of the same types, in place of theirs: what is in a normal form remains in it."""
-    memo: dict[Any, Any] = dict(new)
-    for x in topological(stores, stop=lambda x: x in memo or (isinstance(x, Expr) and _of_indices(x))):
-        if x in memo:
-            continue
-        if isinstance(x, Expr):
-            memo[x] = x if _of_indices(x) else rebuilt(x, memo)
-        else:
-            memo[x] = x if all(memo[y] is y for y in x.children) else type(x)(*mapped(x.values, memo))
-    return tuple(memo[s] for s in stores)
+def form_name(name: str) -> str:
+    """What the canonical form of a kernel is called: a form is its own form."""
+    return re.sub(r"\W|_*\d+|tzz$", "", name, flags=re.ASCII).strip("_") + "tzz"
+
+
+def with_buffers(kernel: l.Kernel, new: Mapping[Any, Any]) -> tuple[l.Store, ...]:
+    """The stores of a kernel with other buffers, of the same types, in place of its own: what is in a normal form
+    remains in it, but for indices from memory, which are sorted by names.
+    """
+    memo = dict(new)
+    for x in _above_buffers(kernel):
+        make = type(x).make if isinstance(x, Expr) else type(x)
+        memo[x] = make(*replaced(x.values, memo))
+    return tuple([memo[s] for s in kernel.stores])
 
 
 @per_node
-def _of_indices(x: Node) -> bool:
-    """Whether nothing is loaded in an expression on indices."""
-    return not isinstance(x, Loaded) and all(map(_of_indices, x.children))
+def _above_buffers(kernel: l.Kernel) -> tuple[Node, ...]:
+    """What has buffers somewhere in it in the stores of a kernel, children first."""
+    found: dict[Node, None] = {}
+    buffers: set[Node] = set()
+    for x in topological(kernel.stores):
+        if isinstance(x, l.Buffer):
+            buffers.add(x)
+        elif not (buffers.isdisjoint(x.children) and found.keys().isdisjoint(x.children)):
+            found[x] = None
+    return tuple(found)
 
 
 def words(*made: Any) -> frozenset[str]:
@@ -193,11 +209,16 @@ def _has_marks(x: Any) -> bool:
     return bool(_fields(x))
 
 
-def _find_marks(root: Node) -> None:
-    """Ask it of all nodes below one, children first, however deep they lie."""
-    if (known := f"{__name__}._marked") not in root.__dict__:
+@per_node
+def _below(root: Node) -> tuple[tuple[Node, tuple[int, ...]], ...]:
+    """The nodes at or below one that have names in them that stand for others, children first, and in which of their
+    fields.
+    """
+    if (known := f"{__name__}._marked") not in root.__dict__:  # asked of children first, however deep they lie
         for x in topological([root], stop=lambda x: known in x.__dict__):
             _marked(x)
+    nodes = topological([root], stop=lambda x: not _marked(x))
+    return tuple((x, tuple(n for n, v in enumerate(x.values) if _has_marks(v))) for x in nodes if _marked(x))
 
 
 def _fields(x: Any) -> tuple[str, ...]:
@@ -233,21 +254,21 @@ class _Renaming:
         return x
 
     def node(self, root: Node) -> Any:
-        _find_marks(root)
-        for x in topological([root], stop=lambda x: x in self.nodes or not _marked(x)):
-            if x in self.nodes:
+        known = self.nodes
+        if root in known:
+            return known[root]
+        for x, places in _below(root):
+            if x in known:
                 continue
-            if not _marked(x):
-                self.nodes[x] = x
-                continue
-            old = x.values
-            new = tuple(self.nodes[v] if isinstance(v, Node) else self.of(v) for v in old)
-            same = all(a is b or a == b for a, b in zip(new, old, strict=True))
+            new = list(x.values)
+            for n in places:
+                v = new[n]
+                new[n] = known[v] if isinstance(v, Node) else self.of(v)
             if isinstance(x, l.Kernel | k.Kernel):
-                self.nodes[x] = type(x)(**dict(zip(x._fields, new, strict=True), source=self.source))
+                known[x] = type(x)(**dict(zip(x._fields, new, strict=True), source=self.source))
             else:
-                self.nodes[x] = x if same else type(x).make(*new)
-        return self.nodes[root]
+                known[x] = type(x).make(*new)
+        return known.get(root, root)
 
     def text(self, text: str) -> str:
         if text not in self.texts:

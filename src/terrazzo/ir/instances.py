@@ -41,7 +41,7 @@ class Instance:
         """The kernel, written down."""
         old = _buffers(self.form)
         new = dict(zip(old, self.buffers, strict=True))
-        made = l.Kernel(self.name, self.form.axes, with_buffers(self.form.stores, new), self.source)
+        made = l.Kernel(self.name, self.form.axes, with_buffers(self.form, new), self.source)
         if canonical(self.form).kernel is self.form:
             names = {b.name: x.name for b, x in new.items()}
             known_to_be(canonical, made, Form(self.form, {**names, self.form.name: self.name}, self.source))

@@ -297,6 +297,13 @@ def mapped(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
     ])  # fmt: skip
 
 
+def replaced(values: tuple[Any, ...], memo: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Values of fields with what `memo` has for nodes, where it has something."""
+    return tuple([
+        memo.get(v, v) if type(type(v)) is _Interned else replaced(v, memo) if type(v) is tuple else v for v in values
+    ])  # fmt: skip
+
+
 def per_node(fn: Callable[[N], T]) -> Callable[[N], T]:
     """`fn` of a node, computed once for as long as the node lives."""
     key = _kept_as(fn)

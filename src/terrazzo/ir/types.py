@@ -113,7 +113,7 @@ class Type:
             n = n * extent
         return n
 
-    @property
+    @cached_property
     def span(self) -> int:
         """Bytes from the first element to the end of the last: more than they fill, where there are gaps."""
         if 0 in self.shape:

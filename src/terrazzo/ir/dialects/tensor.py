@@ -13,6 +13,7 @@ attention, convolution, losses are compositions of these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,11 @@ class Value(Node):
 
 def coordinates(shape: Sequence[IntExpr]) -> tuple[Var, ...]:
     """The coordinates i0, i1, … of an element of a tensor of this shape."""
+    return _coordinates(tuple(shape))
+
+
+@lru_cache(maxsize=1024)
+def _coordinates(shape: tuple[IntExpr, ...]) -> tuple[Var, ...]:
     return tuple(Var(f"i{d}", extent) for d, extent in enumerate(shape))
 
 

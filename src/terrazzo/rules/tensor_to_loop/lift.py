@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import CompilerBug
@@ -14,6 +15,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Log, Rule, rule
 from terrazzo.rules.loop.inline import select
+from terrazzo.rules.tensor_to_loop.alike import Alike
 
 Element = Callable[..., Any]
 """element(x, index, inside=()) is the term of one element of the value x."""
@@ -241,6 +243,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
     outside = {*program.results, *(c for n in nodes if isinstance(n, t.Opaque) for c in n.children)}
     taken = {i.name for i in program.inputs}
     last: dict[str, int] = {}
+    alike = Alike(buffers)
 
     def term(node: Node, here: tuple[IntExpr, ...], element: Element) -> Any:
         found = table.get(type(node))
@@ -254,6 +257,14 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
         if isinstance(x, (t.Literal, t.Iota)) and inside:
             return select(inside, term(x, here, element))
         return term(x, here, element)
+
+    def stored(node: t.Value, buffer: l.Buffer, source: str) -> l.Kernel:
+        axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
+        rest = iter(axes)
+        here = tuple(0 if e == 1 else next(rest) for e in node.type.shape)
+        store = l.Store(buffer, here, term(node, here, element))
+        last = {n.at for n in topological([store.value]) if isinstance(n, l.Scan)}
+        return l.Kernel(buffer.name, tuple(sorted(axes, key=lambda a: a in last)), (store,), source)
 
     def named(node: Node, hint: str = "t") -> str:
         base = name = program.names.get(node, hint)
@@ -278,18 +289,15 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
             if log is not None:
                 log.applied("tensor_to_loop", "call", node.name, [gets.get(k) for k in range(len(results))], steps[-1:])
             continue
-        stored = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
-        if not stored or (isinstance(node, (t.Literal, t.Iota)) and node not in outside):
+        kept = isinstance(node, t.Value) and not many and node not in buffers and not isinstance(node, t.Read)
+        if not kept or (isinstance(node, (t.Literal, t.Iota)) and node not in outside):
             continue
         assert isinstance(node, t.Value)
-        axes = tuple(Var(f"a{d}", e) for d, e in enumerate(_loops(node.type.shape)))
-        rest = iter(axes)
-        here = tuple(0 if e == 1 else next(rest) for e in node.type.shape)
         placed = where.get(node, node)
-        buffers[node] = buffers[placed] = buffer = l.Buffer(named(placed), placed.type)
-        store = l.Store(buffer, here, term(node, here, element))
-        order = tuple(sorted(axes, key=lambda a: _scanned(store, a)))
-        steps.append(l.Kernel(buffer.name, order, (store,), program.sources.get(program.names.get(placed, ""), "")))
+        buffer = l.Buffer(named(placed), placed.type)
+        source = program.sources.get(program.names.get(placed, ""), "")
+        steps.append(alike.kernel(node, buffer, source, partial(stored, node, buffer, source)))
+        buffers[node] = buffers[placed] = buffer
         if log is not None:
             for value in dict.fromkeys((node, placed)):
                 log.applied("tensor_to_loop", table[type(value)][0].name, buffer.name, [value], steps[-1:])
@@ -309,10 +317,6 @@ def _ours(x: Node) -> bool:
 
 def _loops(shape: Sequence[IntExpr]) -> list[IntExpr]:
     return [e for e in shape if e != 1]
-
-
-def _scanned(store: l.Store, axis: Var) -> bool:
-    return any(isinstance(n, l.Scan) and n.at is axis for n in topological([store.value]))
 
 
 def _expr(e: IntExpr, move: Mapping[Any, Any], element: Element) -> Any:
