@@ -37,6 +37,8 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
         (LARGE // 8 - 4, [LARGE - 32]),
         ((LARGE - 100) // 8 + 12, [LARGE - 5]),
         ((A * 6 + B - 6) // 24576 + LARGE, [B - 6]),  # a numerator that is less than 0 without its guard
+        ((LARGE // 6272) * 64 + (LARGE // 49) % 64 - 64, [LARGE // 6272 - 1]),  # a quotient that its guard names
+        (((LARGE // 330) * 100 + LARGE % 100) // 48 - 100, [LARGE // 330 - 48]),  # and within a quotient
         *pixels(197, (R * 14 + S - 15, 211 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 15, 211 - R * 14 - S)),
         (X // 4 - Y + (X % 4) * 5, [X - 4 * Y]),  # few points: all are tried
@@ -55,6 +57,7 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
         (LARGE // 200704 - 2, [(LARGE // 200704) % 8 - 1]),
         (LARGE // 8 - 4, [LARGE - 31]),
         ((A * 6 + B - 6) // 24570 + LARGE, [B - 5]),
+        ((LARGE // 6272) * 64 + (LARGE // 49) % 64 - 65, [LARGE // 6272 - 1]),
         *pixels(197, (R * 14 + S - 17, 209 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 17, 209 - R * 14 - S)),
     ],

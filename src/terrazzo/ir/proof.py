@@ -51,9 +51,12 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
 
 
 def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:
-    """The same for digits that are variables."""
+    """The same for digits that are variables. A quotient in `e` meets guards as they are, which name it: 9 * (a // 4)
+    is at least 9 where a // 4 >= 1.
+    """
     whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
-    more = [*whole, *_quotients(e, given), *_lowered(e, whole)]
+    named = [g for g in map(_tight, given) if isinstance(g, Expr) and g not in whole]
+    more = [*whole, *named, *_quotients(e, given), *_lowered(e, whole)]
     return bool(whole) and (_combined(_tight(_undivided(e)), more, GUARDS) or _tried(e, whole))
 
 
