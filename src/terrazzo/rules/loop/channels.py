@@ -171,8 +171,8 @@ def _dimension(x: l.Load, kernel: l.Kernel) -> int | None:
 
 
 def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool) -> int | None:
-    """Which dimension of a store lies last in what it is made of, where `lies` says which are contiguous. Sums of products are best stored so, where that is
-    ours to choose: what they read is copied, where it lies otherwise.
+    """Which dimension of a store lies last in what it is made of, where `lies` says which are contiguous. Sums of
+    products are best stored so, where that is ours to choose: what they read is copied, where it lies otherwise.
     """
     if not _image(s.buffer.type):
         return None
