@@ -44,6 +44,7 @@ from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
 from terrazzo.rules.loop.gathered import rows_gathered
 from terrazzo.rules.loop.gradients import gradients
+from terrazzo.rules.loop.in_windows import in_windows
 from terrazzo.rules.loop.joined import products_joined
 from terrazzo.rules.loop.layout import store_as_read
 from terrazzo.rules.loop.lean_parts import lean_parts
@@ -173,9 +174,12 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
 
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
-    """Less of what waits in memory: it is made again, or combined with others that wait for the same."""
-    rates = target(options.target).rates
-    return remake(combine_sooner(p, log, rates), log, rates)
+    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or there in
+    windows only. What is computed once is kept whole.
+    """
+    rates, gpu = target(options.target).rates, machine(options)
+    made = remake(combine_sooner(p, log, rates), log, rates)
+    return made if options.frozen else in_windows(made, log, partial(expected, gpu=gpu))
 
 
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
 
 from terrazzo.errors import TerrazzoError
+from terrazzo.front import functionalized
 from terrazzo.front.capture import capture
 from terrazzo.front.repeated import asked_once
 from terrazzo.ir.show import show
@@ -131,11 +134,22 @@ MODULES = (
 def test_programs_are_the_same(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.rand(2, 8, 8) if isinstance(fn, nn.GRU) or fn is MODULES[0] else torch.rand(8, 8)
     found = []
-    for once in (asked_once, nullcontext):
+    for once, mode in product((asked_once, nullcontext), (functionalized.mode, FunctionalTensorMode)):
         monkeypatch.setattr("terrazzo.front.capture.asked_once", once)
+        monkeypatch.setattr("terrazzo.front.functionalized.mode", mode)
         done = capture(fn, (given,), views=True)
         found.append((show(done.program), done.results, done.structure, sorted(done.bound)))
-    assert found[0] == found[1]
+    assert all(x == found[0] for x in found)
+
+
+def test_functionalization_is_ours() -> None:
+    """Where this PyTorch has all that it stands on, as it is to."""
+    assert type(functionalized.mode()) is not FunctionalTensorMode
+
+
+def test_another_functionalization_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_to_functional_tensor")
+    assert type(functionalized.mode()) is FunctionalTensorMode
 
 
 def test_equal_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

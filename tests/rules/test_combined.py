@@ -90,7 +90,12 @@ def reduced(count: int) -> str:
             out[a0] = v{count - 1}"""
 
 
-@pytest.mark.parametrize("out", [pointwise, product, reduced])
+def guarded(count: int) -> str:
+    """What is read at a border, of which only guards name all axes."""
+    return pointwise(count).replace("[a0, a1]\n", "[a0, 3] if a1 < 5 else 0\n", count)
+
+
+@pytest.mark.parametrize("out", [pointwise, product, reduced, guarded])
 def test_what_is_summed_waits_as_one(out: object) -> None:
     """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
     program = branches(8, out(8))  # type: ignore[operator]

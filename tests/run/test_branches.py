@@ -22,7 +22,8 @@ from terrazzo.options import Options
 from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
 from terrazzo.run.launch import Graph
-from terrazzo.run.plan import Entry, Plan, make, misfit
+from terrazzo.run.misfit import misfit
+from terrazzo.run.plan import Entry, Plan, make
 from terrazzo.run.streams import Streams
 
 often = settings(max_examples=200, deadline=None, derandomize=True)

@@ -28,7 +28,7 @@ from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.frozen import constants, split
 from terrazzo.run import compiled as compiled_module
 from terrazzo.run.compiled import compile_program
-from terrazzo.run.plan import misfit
+from terrazzo.run.misfit import misfit
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")

@@ -17,6 +17,7 @@ from terrazzo.ir.text import parse
 from terrazzo.rules.loop.lifetimes import in_use
 from terrazzo.run import plan
 from terrazzo.run.cpu import Cpu
+from terrazzo.run.misfit import shared
 from terrazzo.run.own import _most, layout
 from terrazzo.run.taken import roots
 
@@ -69,7 +70,7 @@ def test_a_chain_lies_in_one_place() -> None:
     made = planned(p)
     assert places(made) == {"b": "a", "c": "b"}, "what is turned lies elsewhere, and inputs are not ours"
     assert made.arena == SIZE == layout(made, apart=False).size and max(in_use(p.steps, p.results)) == 2 * SIZE
-    assert plan._shared(made) == ""
+    assert shared(made) == ""
     assert plan.Plan.from_json(made.to_json()) == made
 
 
@@ -80,7 +81,7 @@ def test_a_result_takes_over_what_it_is_made_of() -> None:
     assert {names[k]: names[r] for k, r in roots(made.slots).items()} == {"a": "c", "b": "c"}
     assert made.arena == 0 and plan.spans(made)[0][names.index("c")] == 0
     assert _most(made, layout(made, apart=True)) == max(in_use(p.steps, p.results)) == SIZE
-    assert plan._shared(made) == ""
+    assert shared(made) == ""
 
 
 def test_what_is_read_in_sums_or_later_stays() -> None:
@@ -108,7 +109,7 @@ def test_plans_in_which_what_is_needed_is_overwritten_are_refused() -> None:
     def edited(name: str, onto: str | None, **fields: Any) -> str:
         k = names.index(name)
         slot = replace(made.slots[k], onto=None if onto is None else names.index(onto), **fields)
-        return plan._shared(replace(made, slots=(*made.slots[:k], slot, *made.slots[k + 1 :])))
+        return shared(replace(made, slots=(*made.slots[:k], slot, *made.slots[k + 1 :])))
 
     assert edited("c", "a") == ""
     for name, onto in (("b", "a"), ("d", "a"), ("c", "x"), ("c", "c"), ("a", "c"), ("d", "b")):
@@ -151,7 +152,7 @@ def test_calls_stay_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands
             for got, want in zip(ours(given, w), steps(given, w), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         made = ours.compiled.plan
-        assert bool(places(made)) == in_place and plan._shared(made) == ""
+        assert bool(places(made)) == in_place and shared(made) == ""
         ((frame,),) = ours.compiled.frames.values()
         most.append(frame.arena.numel() + memory._watched(lambda call=ours: call(x, w)))
     assert most[1] < most[0]

@@ -211,7 +211,8 @@ def _started(module: Any, args: Any, kwargs: Any, options: Options, cache: Any) 
     """The same of a module."""
     from terrazzo.front.capture import capture
     from terrazzo.run.compiled import plan_key
-    from terrazzo.run.plan import Plan, misfit
+    from terrazzo.run.misfit import misfit
+    from terrazzo.run.plan import Plan
 
     target = options.target
     start = time.perf_counter()

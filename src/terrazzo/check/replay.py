@@ -158,7 +158,7 @@ class Replay:
     def application(self, a: Application) -> Wrong | None:
         """Check an application, or put it off; a wrong one may be so for one that was put off."""
         self.checked.update(a.after)
-        if isinstance(a.after[0], l.Call):  # the same call, by definition
+        if all(isinstance(x, l.Call) for x in a.after):  # the same call, by definition
             self.define(a)
             return None
         if any(isinstance(x, l.Kernel) and self.large(x) for x in a.after):
@@ -178,7 +178,8 @@ class Replay:
     def define(self, a: Application) -> None:
         """What buffers that are new hold: the value they stand for, or what their kernel writes."""
         for x in a.after:
-            pairs = zip(x.results, a.before, strict=True) if isinstance(x, l.Call) else ((b, x) for b in x.writes)
+            same = isinstance(x, l.Call) and not isinstance(a.before[0], l.Kernel)  # else it only names memory
+            pairs = zip(x.results, a.before, strict=True) if same else ((b, x) for b in x.writes)
             for b, source in pairs if isinstance(x, l.Call | l.Kernel) else ():
                 for values in self.both:
                     if b is not None and b not in values.known:

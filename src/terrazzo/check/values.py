@@ -43,24 +43,22 @@ class Values:
                 self._complete(x)
         return self.known[x]
 
-    def run(self, kernels: tuple[l.Kernel, ...]) -> dict[l.Buffer, Any]:
-        """What kernels write, in order; what none of them writes is read from here."""
+    def run(self, steps: tuple[l.Kernel | l.Call, ...]) -> dict[l.Buffer, Any]:
+        """What steps write, in order; what none of them writes is read from here."""
         memory: dict[l.Buffer, Any] = {}
-        for kernel in kernels:
-            memory.update({b: self.of(b) for b in kernel.reads if b not in memory})
-            with about(kernel):
-                loop.run_kernel(kernel, memory, self.precise)
-        return {b: memory[b] for k in kernels for b in k.writes}
+        for step in steps:
+            memory.update({b: self.of(b) for b in step.reads if b not in memory})
+            with about(step):
+                if isinstance(step, l.Call):
+                    loop.run_call(step, memory, self.precise, call_numpy)
+                else:
+                    loop.run_kernel(step, memory, self.precise)
+        return {b: memory[b] for s in steps for b in s.writes}
 
     def _fill(self, buffer: l.Buffer) -> None:
         source = self.source[buffer]
-        if isinstance(source, l.Kernel):
+        if isinstance(source, l.Kernel | l.Call):
             self.known |= self.run((source,))
-        elif isinstance(source, l.Call):
-            memory = {b: self.of(b) for b in source.reads}
-            with about(source):
-                loop.run_call(source, memory, self.precise, call_numpy)
-            self.known |= memory
         else:
             self.known[buffer] = self.of(source)
 

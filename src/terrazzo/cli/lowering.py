@@ -12,6 +12,7 @@ from terrazzo.cli.subject import Subject
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.regions import regions
 from terrazzo.pipelines import Lowering, dialect, lowering
 from terrazzo.progress import working
 from terrazzo.rewrite.rule import Event
@@ -42,8 +43,10 @@ def lower(subject: Subject, request: Request) -> Lowering:
     for name in request.options.frozen:
         if name not in (known := [b.name for b in done.loop.inputs]):
             raise UserError(unknown("input", name, known))
-    steps = (done.at("kernel") or done.loop).steps
-    refuse([(s.name, s.source) for s in steps if isinstance(s, l.Call) and not is_called(s)], request)
+    last = done.at("kernel") or done.loop
+    named = regions(last.steps, last.results).calls
+    calls = [s for s in last.steps if isinstance(s, l.Call) and s not in named]
+    refuse([(s.name, s.source) for s in calls if not is_called(s)], request)
     return done
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
+from terrazzo.front import functionalized
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.effects import (
     Set,
@@ -333,11 +334,11 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             asked_once(),
             _use_lazy_graph_module(True),  # nobody calls what is traced, so its code is not written
         ):
-            wrapped = dispatch_functionalize(functional)
+            wrapped = dispatch_functionalize(functional, functionalized.mode())
             gm = traced(wrapped, decomposition_table=table())(*tensors)
             if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
                 with preserve_node_meta():  # where in the user's program each is from
-                    gm = traced(dispatch_functionalize(Interpreter(gm).run))(*tensors)
+                    gm = traced(dispatch_functionalize(Interpreter(gm).run, functionalized.mode()))(*tensors)
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:

@@ -76,10 +76,11 @@ def watched() -> Any:
     trace: `refuse_writes_elsewhere` raises a UserError where it wrote to one.
     """
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    aten = torch.ops.aten
+    aten, device = torch.ops.aten, torch.ops.prim.device.default
 
     def shared(t: Any) -> bool:
         return isinstance(t, torch.Tensor) and any(n > 1 and s == 0 for n, s in zip(t.shape, t.stride(), strict=True))
@@ -92,6 +93,10 @@ def watched() -> Any:
             self.elsewhere: dict[int, tuple[Any, Any]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is device and type(args[0]) is FunctionalTensor:
+                value = torch._from_functional_tensor(args[0].elem)
+                if type(value) is FakeTensor:
+                    return value.fake_device
             note_line()
             kwargs = kwargs or {}
             if func._schema.is_mutable:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from terrazzo.errors import Limitation
+from terrazzo.front.one_type import refused_on_gpus
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node
 from terrazzo.ir.program import Input, Program
@@ -103,6 +104,8 @@ class _Reader:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             raise Limitation("it runs other operators or graphs")
         _reads_its_operand(node)
+        if refused_on_gpus(node.target, [getattr(a, "meta", {}).get("val") for a in node.args]):
+            raise Limitation("PyTorch refuses operands of several types")
         random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         self._random_ops += random
         kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items() if not _stays(node, k))

@@ -104,25 +104,45 @@ class _Asking:
         import torch
 
         answers, asked = self.answers, (mode, func, pre_dispatch, args, kwargs)
+        question, operands, found = self.known(mode, func, args, kwargs)
+        if found or question is None:
+            return found[0] if found else self.ask(*asked)
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        result = self.ask(*asked)
+        if not answers.strange:
+            try:
+                with torch._C.DisableTorchFunction():
+                    answers.keep(question, mode.tracer, operands, last, result)
+            except Exception as why:
+                answers.give_up(why)
+        return result
+
+    def known(self, mode: Any, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
+        """What is asked, None where that is not compared; its operands; and the result, if it is known."""
+        import torch
+
+        answers = self.answers
         if get_ident() != self.thread or answers.strange:
-            return self.ask(*asked)
+            return None, [], ()
         try:
             with torch._C.DisableTorchFunction():  # whose modes would see every look at a shape
                 question, operands = answers.question(mode, func, args, kwargs)
                 if question is not None and (answer := answers.known.get(question)):
-                    return answers.again(mode.tracer, answer, operands)
-                last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+                    return question, operands, (answers.again(mode.tracer, answer, operands),)
+                return question, operands, ()
         except Exception as why:
             answers.give_up(why)
-            return self.ask(*asked)
-        found = self.ask(*asked)
-        if question is not None and not answers.strange:
-            try:
-                with torch._C.DisableTorchFunction():
-                    answers.keep(question, mode.tracer, operands, last, found)
-            except Exception as why:
-                answers.give_up(why)
-        return found
+            return None, [], ()
+
+
+def known_again(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What an op with operands below functionalization becomes in the trace of this thread, if that is known."""
+    import torch
+    from torch.fx.experimental import proxy_tensor
+
+    asking = proxy_tensor.proxy_call
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return asking.known(mode, func, args, kwargs)[2] if mode is not None and isinstance(asking, _Asking) else ()
 
 
 class _Answers:
@@ -256,8 +276,14 @@ class _Answers:
         value of its node, as ever: of one that somebody else has too, factories of PyTorch return a view.
         """
         from torch._subclasses.fake_impls import fast_detach
+        from torch.fx import traceback
         from torch.fx.experimental.proxy_tensor import _ProxyTensor
 
+        get_replayed = getattr(traceback, "get_current_replay_node", None)
+        replayed = get_replayed() if get_replayed else None  # a view, which is made again since its memory changed
+        line = traceback.get_current_meta().get("stack_trace")
+        line = replayed.meta.get("stack_trace", line) if replayed is not None else line
+        graph = tracer.graph
         values = self._values(answer, [t for t, _ in operands])
         made: list[Any] = []
 
@@ -272,7 +298,9 @@ class _Answers:
             return {k: filled(y) for k, y in x.items()} if isinstance(x, dict) else x
 
         for step, value in zip(answer.steps, values, strict=True):
-            node = tracer.create_node("call_function", step.target, filled(step.args), filled(step.kwargs), step.name)
+            node = graph.create_node("call_function", step.target, filled(step.args), filled(step.kwargs), step.name)
+            if line:
+                node.meta["stack_trace"] = line
             node.meta["val"] = value
             if step.meta is not None:
                 node.meta["tensor_meta"] = step.meta

@@ -128,6 +128,12 @@ def with_buffers(kernel: l.Kernel, new: Mapping[Any, Any]) -> tuple[l.Store, ...
 
 
 @per_node
+def sorted_by_names(kernel: l.Kernel) -> bool:
+    """Whether other names may change the order of what is in a kernel: of indices that are read from memory."""
+    return any(isinstance(x, Expr) for x in _above_buffers(kernel))
+
+
+@per_node
 def _above_buffers(kernel: l.Kernel) -> tuple[Node, ...]:
     """What has buffers somewhere in it in the stores of a kernel, children first."""
     found: dict[Node, None] = {}

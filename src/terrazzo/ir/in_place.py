@@ -6,7 +6,7 @@ before, and nobody else needs it. So the order in which elements are computed do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -82,12 +82,13 @@ def taken_over(
     results: Sequence[l.Buffer],
     among: Mapping[l.Buffer, Sequence[l.Buffer]],
     ahead: Callable[[Iterable[int], int], bool] | None = None,
+    apart: Collection[l.Buffer] = (),
 ) -> dict[l.Buffer, l.Buffer]:
     """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
     one after the other, or as `ahead` says, which is asked whether steps are through when another begins.
 
     That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. Memory that
-    PyTorch has made becomes no result.
+    PyTorch has made becomes no result; what is kept `apart` is left alone.
     """
     if not among:
         return {}
@@ -96,13 +97,13 @@ def taken_over(
         for b in (*s.reads, *s.writes):
             uses.setdefault(b, []).append(n)
     calls = [s for s in steps if isinstance(s, l.Call)]
-    seen = {b for s in calls if views(s.name) for b in (*s.reads, *s.writes)}
+    seen = {b for s in calls if views(s.name) for b in (*s.reads, *s.writes)}.union(apart)
     theirs = {b for s in calls for b in s.writes}  # what lies in memory that PyTorch has made
     found: dict[l.Buffer, l.Buffer] = {}
     there: set[l.Buffer] = set()  # what was written, has not been taken over, and is no result
     for n, s in enumerate(steps):
         for b in s.writes:
-            for old in among.get(b, ()):
+            for old in among.get(b, ()) if b not in apart else ():
                 through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
                 if old in there and through and old not in seen and not (old in theirs and b in results):
                     found[b] = old

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from terrazzo.ir.canonical import Form, canonical, with_buffers
+from terrazzo.ir.canonical import Form, canonical, sorted_by_names, with_buffers
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import known_to_be, per_node
 
@@ -32,16 +32,18 @@ class Instance:
     @staticmethod
     def of(kernel: l.Kernel, form: l.Kernel | None = None) -> Instance:
         """A kernel as an instance of its canonical form, or of another one."""
-        made = Instance(form or canonical(kernel).kernel, _buffers(kernel), kernel.name, kernel.source)
+        made = Instance(form or canonical(kernel).kernel, buffers_of(kernel), kernel.name, kernel.source)
         made.__dict__["kernel"] = kernel
         return made
 
     @cached_property
     def kernel(self) -> l.Kernel:
         """The kernel, written down."""
-        old = _buffers(self.form)
+        old = buffers_of(self.form)
         new = dict(zip(old, self.buffers, strict=True))
         made = l.Kernel(self.name, self.form.axes, with_buffers(self.form, new), self.source)
+        if not sorted_by_names(self.form):
+            made.__dict__.setdefault("reads", self.reads)  # as they are in the form, which is looked through once
         if canonical(self.form).kernel is self.form:
             names = {b.name: x.name for b, x in new.items()}
             known_to_be(canonical, made, Form(self.form, {**names, self.form.name: self.name}, self.source))
@@ -59,7 +61,7 @@ class Instance:
 
     def named(self, text: str) -> str:
         """What is said of the form, with the names that this kernel has."""
-        marks = (b.name for b in _buffers(self.form))
+        marks = (b.name for b in buffers_of(self.form))
         names = {mark: b.name for mark, b in zip(marks, self.buffers, strict=True)}
         return Form(self.form, {**names, self.form.name: self.name}, self.source).named(text)
 
@@ -118,7 +120,7 @@ class _Made:
 
 
 @per_node
-def _buffers(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
+def buffers_of(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
     """The buffers of a kernel in order of appearance, as those of its form are numbered."""
     return tuple(dict.fromkeys((*kernel.writes, *kernel.reads)))
 
@@ -126,4 +128,4 @@ def _buffers(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
 @per_node
 def _read(form: l.Kernel) -> tuple[int, ...]:
     """Which of its buffers a kernel reads."""
-    return tuple(map(_buffers(form).index, form.reads))
+    return tuple(map(buffers_of(form).index, form.reads))

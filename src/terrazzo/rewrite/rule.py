@@ -110,10 +110,11 @@ class Log:
 
     def add(self, event: Event) -> None:
         """Record an event; a skip that was already recorded for the same subject and reason is not repeated."""
-        if event.fired or event not in self.skips:
-            self.events.append(event)
+        before = len(self.skips)
         if not event.fired:
             self.skips.add(event)
+        if event.fired or len(self.skips) > before:
+            self.events.append(event)
 
     def forget(self, passes: Container[str]) -> None:
         """Drop what was recorded of some passes, which run anew."""

@@ -344,7 +344,7 @@ class Boxes(Transport):
         begin: list[IntExpr] = [0] * len(s.parts)
         begin[0] = self.writer.bindings.rank * share[first] if ranks > 1 else 0
         at = tuple(substitute(e, env) + (begin[0] if n == first else 0) for n, e in enumerate(found.place.index))
-        view = found.place.tensor if found.place.tensor is not load.buffer.type else None
+        view = found.place.tensor if found.place.tensor != load.buffer.type else None
         width = s.stream.panel or share[-1]
         for panel in range(share[-1] // width):
             begin[-1] = begin[-1] + width if panel else begin[-1]

@@ -8,7 +8,7 @@ schedule in which every kernel takes as long as any other, and waiting for anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -26,6 +26,8 @@ WORTH = 0.8
 """A run of steps is cut into branches where that takes this part of its time or less."""
 ROOM = 16 << 20
 """Bytes that temporaries may take more, since steps side by side share no memory."""
+
+ALONE: Mapping[l.Buffer, l.Buffer] = {}
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,13 @@ class Ahead:
 
 
 def side_by_side(
-    program: l.Program | kernel.Program, small: Callable[[Any], bool]
+    program: l.Program | kernel.Program, small: Callable[[Any], bool], wholes: Mapping[l.Buffer, l.Buffer] = ALONE
 ) -> tuple[l.Program | kernel.Program, list[Place]]:
     """The program with steps in the order in which they begin, and the place of each. Only runs of steps that are
     `small` are cut into branches: what follows a run waits for all of it, and others that need nothing of it come
-    before it. PyTorch's ops stay in the first branch.
+    before it. PyTorch's ops stay in the first branch. Who writes a region writes the whole, by `wholes`.
     """
-    needs = _needs(program.steps)
+    needs = _needs(program.steps, wholes)
     order: list[int] = []
     places: list[Place] = []
     at: dict[int, int] = {}
@@ -112,18 +114,19 @@ def _least(places: Sequence[Place]) -> list[Place]:
     return found
 
 
-def _needs(steps: Sequence[Any]) -> list[set[int]]:
+def _needs(steps: Sequence[Any], wholes: Mapping[l.Buffer, l.Buffer]) -> list[set[int]]:
     """For every step those that it must come after: they write what it reads, or use what it writes."""
     writer: dict[l.Buffer, int] = {}
     users: dict[l.Buffer, list[int]] = {}
     found: list[set[int]] = []
     for k, step in enumerate(steps):
-        mine = {writer[b] for b in step.reads if b in writer}
-        mine.update(d for b in step.writes for d in users.get(b, ()))
+        reads, writes = ([wholes.get(b, b) for b in x] for x in (step.reads, step.writes))
+        mine = {writer[b] for b in reads if b in writer}
+        mine.update(d for b in writes for d in users.get(b, ()))
         found.append(mine - {k})
-        for b in {*step.reads, *step.writes}:
+        for b in {*reads, *writes}:
             users.setdefault(b, []).append(k)
-        writer.update(dict.fromkeys(step.writes, k))
+        writer.update(dict.fromkeys(writes, k))
     return found
 
 

@@ -32,9 +32,10 @@ from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda, architecture
 from terrazzo.run.frame import Frame
 from terrazzo.run.interpreted import interpreted
+from terrazzo.run.misfit import misfit
 from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.once import Once
-from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, misfit, slots_in
+from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, slots_in
 from terrazzo.run.switched import Switched
 from terrazzo.run.tensors import Expected
 from terrazzo.targets import target

@@ -54,14 +54,15 @@ class Frame:
                 launches.append(None)
                 continue
             array = (ctypes.c_void_p * len(step.args))()
-            for position, k in enumerate(self.root.get(k, k) for k in step.args):
+            for position, mine in enumerate(step.args):
+                k, start = self.root.get(mine, mine), plan.slots[mine].start
                 slot = plan.slots[k]
                 if k in self.layout.offsets:
-                    array[position] = self.base + self.layout.offsets[k]
+                    array[position] = self.base + self.layout.offsets[k] + start
                 else:
                     alone = slot.within is None or k in self.layout.own
                     where, offset = (k, 0) if alone else (slot.within, slot.offset)
-                    self.pointers.setdefault(where, []).append((array, position, offset))
+                    self.pointers.setdefault(where, []).append((array, position, offset + start))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
         singly = [[n] for n in range(len(launches))]
         self.single = _work(plan, launches, singly, machine.device, bound, self.layout)

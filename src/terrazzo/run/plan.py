@@ -10,22 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.tensor import Opaque
-from terrazzo.ir.dialects.torch import Aten, TorchName
+from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.in_place import taken_over
-from terrazzo.ir.node import topological
+from terrazzo.ir.regions import NONE, Regions, regions
 from terrazzo.ir.types import DTYPES, DType, Type
-from terrazzo.run.arena import ALIGN, allocate, hosts
+from terrazzo.run.arena import allocate, hosts
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
-from terrazzo.run.taken import misplaced, rooted, roots
+from terrazzo.run.taken import rooted, roots
 
-VERSION = 8
+VERSION = 9
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
 """What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
 NOTHING: Onto = {}
@@ -48,6 +47,7 @@ class Slot:
     """A tensor of the plan. `kind`: "input", "result" or "call" (memory of its own, which the op of a call makes), or
     "arena" (at `offset` bytes; of the result `within`, if that is not None, before that is written). It may lie in the
     memory of another one, `onto`, which the kernel that writes it reads for the last time; it has no other place then.
+    Or it is a region `of` another one, which begins at `offset` bytes there.
     """
 
     name: str
@@ -58,11 +58,17 @@ class Slot:
     offset: int = 0
     within: int | None = None
     onto: int | None = None
+    of: int | None = None
 
     @property
     def bytes(self) -> int:
         """How much memory it spans."""
         return _span(self.shape, self.strides, DTYPES[self.dtype])
+
+    @property
+    def start(self) -> int:
+        """The byte at which it begins in what it is a region of, or in its own place."""
+        return 0 if self.of is None else self.offset
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,15 @@ class Plan:
                 raise ValueError("a view leaves its slot")
             if any(s.onto is not None and s.onto >= len(slots) for s in slots):
                 raise ValueError("a slot lies in none")
+            for s in (s for s in slots if s.of is not None):
+                whole = slots[_index(s.of, len(slots))]
+                if (
+                    whole.of is not None
+                    or s.offset + s.bytes > whole.bytes
+                    or s.within is not None
+                    or s.onto is not None
+                ):
+                    raise ValueError("a slot leaves that which it is a region of")
             ends = [arena if s.within is None else slots[_index(s.within, len(slots))].bytes for s in slots]
             root = roots(slots)
             lying = [(s, end) for k, (s, end) in enumerate(zip(slots, ends, strict=True)) if k not in root]
@@ -147,125 +162,18 @@ class Plan:
             raise ValueError(f"not a plan: {e}") from None
 
 
-def misfit(plan: Plan, program: Any, once: Plan | None = None) -> str:
-    """Why a plan that was read back is none for this program, in any IR; "" if all that can be compared agrees. The
-    results of what is computed `once` are its last inputs.
-    """
-    whole = getattr(program, "loop", program)
-    wanted = [(b.name, *_kind(b.type), whole_strides(b.type)) for b in whole.inputs]
-    if once is not None:
-        taken = [_described(once.slots[k]) for k in once.inputs]
-        if any(x not in wanted for x in taken):
-            return "what is computed once has other inputs"
-        if why := _odd(once, whole):
-            return why
-        wanted += [_described(once.slots[k]) for k in once.results]
-    if [_described(plan.slots[k]) for k in plan.inputs] != wanted:
-        return "its inputs are others"
-    if [_described(plan.slots[k])[1:3] for k in plan.results] != [_kind(r.type) for r in whole.results]:
-        return "its results are others"
-    return _odd(plan, whole)
-
-
-def _odd(plan: Plan, whole: Any) -> str:
-    """What a plan does that one of this program would not do."""
-    if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
-        return f"it calls {min(stray)}"
-    called = {k for s in plan.steps if not s.key for k in s.results}
-    inputs, ends = frozenset(plan.inputs), frozenset(plan.results)
-    for k, slot in enumerate(plan.slots):
-        kind = "input" if k in inputs else "result" if k in ends else "call" if k in called else "arena"
-        hidden = slot.within is not None and (kind != "arena" or plan.slots[slot.within].kind != "result")
-        if slot.kind != kind or slot.offset % ALIGN or hidden:
-            return f"{slot.name} lies elsewhere"
-    return _shared(plan)
-
-
-def _described(s: Slot) -> tuple[str, str, tuple[int, ...], tuple[int, ...]]:
-    return s.name, s.dtype, s.shape, s.strides
-
-
-def _kind(ty: Type) -> tuple[str, tuple[int, ...]]:
-    return ty.dtype.name, ty.static_shape
-
-
-def _operators(program: Any) -> set[str]:
-    """The operators of PyTorch that a program names."""
-    if hasattr(program, "steps"):
-        return {s.name for s in program.steps if isinstance(s, l.Call)}
-    return {n.name for n in topological(program.results) if isinstance(n, Aten | Opaque)}
-
-
-def _shared(plan: Plan) -> str:
-    """Which tensors of a plan share memory while both are in use; "" if none do."""
-    first, last = _uses(plan)
-    root = roots(plan.slots)
-    for k in misplaced(plan, first, last):
-        return f"{plan.slots[k].name} lies in the memory of something else"
-    if plan.branches > 1 and (why := _side_by_side(plan, first)):
-        return why
-    for k, r in root.items():
-        first[r], last[r] = min(first[k], first[r]), max(last[k], last[r])
-    placed: dict[int | None, list[int]] = {}
-    for k, s in enumerate(plan.slots):
-        if k in first and s.bytes and s.kind == "arena" and k not in root:
-            placed.setdefault(s.within, []).append(k)
-    for place, slots in placed.items():
-        live: dict[int, tuple[int, int]] = {}  # where each that is still used begins and ends
-        for a in sorted(slots, key=first.__getitem__):
-            if place is not None and last[a] >= first[place]:
-                return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
-            start, end = plan.slots[a].offset, plan.slots[a].offset + plan.slots[a].bytes
-            live = {b: where for b, where in live.items() if last[b] >= first[a]}
-            if shares := [b for b, (begins, ends) in live.items() if begins < end and start < ends]:
-                return f"{plan.slots[shares[0]].name} and {plan.slots[a].name} share memory"
-            live[a] = start, end
-    return ""
-
-
-def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:
-    """Which tensors of a plan may be used before they are there, or share memory while both are in use; "" if none."""
-    users: dict[int, list[int]] = {}
-    first = dict(begin)
-    for n, s in enumerate(plan.steps):
-        for k in _mentioned(s):
-            users.setdefault(k, []).append(n)
-    ahead = Ahead(places_in(plan, range(len(plan.steps))))
-    for k, steps in users.items():
-        if plan.slots[k].kind != "input" and not all(ahead(steps[:1], n) for n in steps[1:] if n != steps[0]):
-            return f"{plan.slots[k].name} is used before it is there"
-        onto = plan.slots[k].onto
-        if onto is not None and not ahead([n for n in users[onto] if n != steps[0]], steps[0]):
-            return f"{plan.slots[k].name} and {plan.slots[onto].name} share memory"
-    root = roots(plan.slots)
-    for k, r in root.items():
-        users[r] = sorted({*users[r], *users[k]})
-        first[r] = min(first[r], first[k])
-    there = [k for k in first if plan.slots[k].kind == "arena" and k not in root]
-    lying = sorted((plan.slots[k].within or -1, plan.slots[k].offset, k) for k in there)
-    for n, (place, offset, a) in enumerate(lying):
-        for other, begins, b in lying[n + 1 :]:
-            if other != place or begins >= offset + plan.slots[a].bytes:
-                break
-            if not ahead(users[a], first[b]) and not ahead(users[b], first[a]):
-                return f"{plan.slots[a].name} and {plan.slots[b].name} share memory"
-        if place >= 0 and place in first and not ahead(users[a], first[place]):
-            return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
-    return ""
-
-
-def _mentioned(s: Step) -> list[int]:
+def mentioned(s: Step) -> list[int]:
     """The slots that a step mentions."""
     found = s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]
     return [k for k in found if k is not None]
 
 
-def _uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
+def uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
     """The first step that mentions a slot, and the last."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for n, s in enumerate(plan.steps):
-        for k in _mentioned(s):
+        for k in mentioned(s):
             first.setdefault(k, n)
             last[k] = n
     return first, last
@@ -277,13 +185,19 @@ def places_in(plan: Plan, group: Sequence[int]) -> list[Place]:
     return [Place(s.branch, tuple(d - group[0] for d in s.after if d >= group[0])) for s in steps]
 
 
+def as_rooted(slots: Sequence[Slot], first: dict[int, int], last: dict[int, int]) -> None:
+    """Let memory be in use from the first step to the last that mention what lies there, not only its own slot."""
+    for k, r in roots(slots).items():
+        first[r] = min(first[k], first.get(r, first[k]))
+        last[r] = max(last[k], last.get(r, last[k]))
+
+
 def spans(plan: Plan, moved: Collection[int] = ()) -> tuple[dict[int, int], dict[int, int]]:
     """The first step and the last in which a slot's memory is in use, for itself or for what lies in it, but for what
     was `moved` elsewhere.
     """
-    first, last = _uses(plan)
-    for k, r in roots(plan.slots).items():
-        first[r], last[r] = min(first[k], first[r]), max(last[k], last[r])
+    first, last = uses(plan)
+    as_rooted(plan.slots, first, last)
     for k, slot in enumerate(plan.slots):
         if slot.within is not None and k in first and k not in moved:
             first[slot.within] = min(first[k], first.get(slot.within, first[k]))
@@ -296,7 +210,9 @@ def make(
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
     by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`.
     """
-    plain = _made(program, entries, [Place()] * len(program.steps), onto)
+    named = regions(program.steps, program.results)
+    program = replace(program, steps=tuple(s for s in program.steps if s not in named.calls))  # type: ignore[arg-type]
+    plain = _made(program, entries, [Place()] * len(program.steps), onto, named)
     if not processors:
         return plain
 
@@ -306,23 +222,29 @@ def make(
         few = s in entries and entries[s].launch[0] < processors
         return few or sum(b.type.span for b in s.writes) <= LITTLE
 
-    moved, places = side_by_side(program, small)
+    moved, places = side_by_side(program, small, named.wholes)
     if all(p.branch == 0 for p in places):
         return plain
-    beside = _made(moved, entries, places, onto)
+    beside = _made(moved, entries, places, onto, named)
     return beside if beside.arena <= plain.arena + ROOM else plain
 
 
 def _made(
-    program: l.Program | kernel.Program, entries: Mapping[Any, Entry], places: Sequence[Place], onto: Onto = NOTHING
+    program: l.Program | kernel.Program,
+    entries: Mapping[Any, Entry],
+    places: Sequence[Place],
+    onto: Onto = NOTHING,
+    named: Regions = NONE,
 ) -> Plan:
-    buffers = list(dict.fromkeys([*program.inputs, *(b for s in program.steps for b in s.writes)]))
+    whole = named.wholes
+    written = (whole.get(b, b) for s in program.steps for b in s.writes)
+    buffers = list(dict.fromkeys([*program.inputs, *written, *whole]))
     number = {b: k for k, b in enumerate(buffers)}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
     apart = any(p.branch for p in places)
-    taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None)
-    root = rooted(taken, program.results)
+    taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched)
+    root = rooted(taken, program.results) | whole
     temporaries = [b for b in buffers if b not in own and b not in root]
     within = {} if apart else hosts(program, temporaries, root)
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root)
@@ -335,7 +257,8 @@ def _made(
         strides = whole_strides(b.type)
         host = number[within[b][0]] if b in within else None
         old = number[taken[b]] if b in taken else None
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, offsets.get(b, 0), host, old))
+        of, start = (number[whole[b]], named.of[b][1]) if b in whole else (None, offsets.get(b, 0))
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, start, host, old, of))
     steps = []
     for s, p in zip(program.steps, places, strict=True):
         if not isinstance(s, l.Call):
@@ -454,7 +377,8 @@ def _slot(s: Any) -> Slot:
         raise ValueError("not a slot")
     within = None if s["within"] is None else _natural(s["within"])
     onto = None if s["onto"] is None else _natural(s["onto"])
-    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within, onto)
+    of = None if s["of"] is None else _natural(s["of"])
+    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within, onto, of)
 
 
 def _step(s: Any, count: int, number: int) -> Step:

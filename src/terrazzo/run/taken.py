@@ -15,11 +15,12 @@ T = TypeVar("T")
 
 
 def roots(slots: Sequence[Slot]) -> dict[int, int]:
-    """Of slots that lie in the memory of others, or others in theirs, the one that has a place: the last if it is a
-    result, else the first, which has nothing here.
+    """Of slots that lie in the memory of others, or others in theirs, the one that has a place: what they are a region
+    of; or the last if it is a result, else the first, which has nothing here.
     """
     onto = {k: s.onto for k, s in enumerate(slots) if s.onto is not None}
-    return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result"})
+    regions = {k: s.of for k, s in enumerate(slots) if s.of is not None}
+    return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result"}) | regions
 
 
 def rooted(taken: Mapping[l.Buffer, l.Buffer], results: Collection[l.Buffer]) -> dict[l.Buffer, l.Buffer]:

@@ -229,12 +229,11 @@ def _check_monoid(op: str, m: Monoid, args: tuple[Node, ...]) -> list[Type]:
 
 
 def _check_scope(op: str, exprs: Sequence[IntExpr], shape: Sequence[IntExpr]) -> None:
-    known = set(coordinates(shape))
+    known = frozenset(coordinates(shape))
     for e in exprs:
-        if isinstance(e, Expr):
-            for n in topological([e], stop=lambda n: isinstance(n, Value) and not isinstance(n, Read)):
-                if isinstance(n, Var) and n not in known:
-                    raise UserError(f"{op}: {n.name} in [0, {n.extent}) is no coordinate of shape {list(shape)}")
+        if isinstance(e, Expr) and not e.free <= known:
+            for n in sorted((x for x in e.free - known if isinstance(x, Var)), key=lambda x: x.name):
+                raise UserError(f"{op}: {n.name} in [0, {n.extent}) is no coordinate of shape {list(shape)}")
 
 
 def tensors_read(e: Any) -> dict[Node, Node]:

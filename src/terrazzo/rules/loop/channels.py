@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.canonical import many_alike
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.instances import Instance, buffers_of
 from terrazzo.ir.node import topological, transform
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import Type, ordered_strides
@@ -61,20 +63,26 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
         return (y,)
     """
     calls = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    results = {*program.results}
     fixed = {*program.inputs, *calls}
     kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    forms = [Instance.of(s) if many_alike(program) else Instance.of(s, s) for s in kernels]
+    alike = [(x.form, dict(zip(buffers_of(x.form), x.buffers, strict=True))) for x in forms]
     last: dict[l.Buffer, int] = {}
-    for kernel in kernels:
+    for kernel, real in alike:
         for x in _images(product(kernel)):
-            if x.buffer not in {*fixed, *program.results} and (d := _dimension(x, kernel)) is not None:
-                last.setdefault(x.buffer, d)
+            b = real[x.buffer]
+            if b not in fixed and b not in results and (d := _dimension(x, kernel)) is not None:
+                last.setdefault(b, d)
     if not any(_image(b.type) and _last(b, {}) is not None for b in program.inputs):
-        fixed |= {*program.results}  # PyTorch's are as they always are, and would be copied from these
-    for kernel in kernels:
+        fixed |= results  # PyTorch's are as they always are, and would be copied from these
+    for kernel, real in alike:
         for s in kernel.stores:
-            ours = s.buffer not in program.results
-            if s.buffer not in fixed and (d := _as_read(kernel, s, last, ours)) is not None:
-                last.setdefault(s.buffer, d)
+            b = real[s.buffer]
+            if b not in fixed:
+                lies = {x: d for x, y in real.items() if (d := _last(y, last)) is not None}
+                if (d := _as_read(kernel, s, lies, b not in results)) is not None:
+                    last.setdefault(b, d)
     new = {
         b: l.Buffer(b.name, _moved(b.type, d))
         for b, d in last.items()
@@ -162,23 +170,23 @@ def _dimension(x: l.Load, kernel: l.Kernel) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-def _as_read(kernel: l.Kernel, s: l.Store, last: dict[l.Buffer, int], ours: bool) -> int | None:
-    """Which dimension of a store lies last in what it is made of. Sums of products are best stored so, where that is
-    ours to choose: what they read is copied, where it lies otherwise.
+def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool) -> int | None:
+    """Which dimension of a store lies last in what it is made of, where `lies` says which are contiguous. Sums of
+    products are best stored so, where that is ours to choose: what they read is copied, where it lies otherwise.
     """
     if not _image(s.buffer.type):
         return None
     p = product(kernel)
     if p is not None:
         summed = [(x, d) for x in _images(p) if (d := _dimension(x, kernel)) is not None]
-        along = any(_last(x.buffer, last) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
+        along = any(lies.get(x.buffer) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
         return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
     size = math.prod(s.buffer.type.static_shape)
     rows = any(isinstance(x, l.Reduce) and slides(x) for x in topological([s.value]))  # a window lies as its image
     loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type, 2 if rows else IMAGE)]
     loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
-    found = {x: x.buffer.type.rank - 1 if (d := _last(x.buffer, last)) is None and rows else d for x in loads}
+    found = {x: x.buffer.type.rank - 1 if (d := lies.get(x.buffer)) is None and rows else d for x in loads}
     channels = {x.index[d] if d is not None else None for x, d in found.items()}
     axis = channels.pop() if len(channels) == 1 else None
     return s.index.index(axis) if axis in kernel.axes and axis in s.index else None

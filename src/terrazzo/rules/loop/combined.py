@@ -241,7 +241,7 @@ def _order(term: Any, axes: list[Any]) -> list[Any]:
     """Axes as the first load of a term has them that has all."""
     for x in topological([term]):
         if isinstance(x, l.Load) and set(axes) == x.free:
-            at = [next(n for n, e in enumerate(x.index) if isinstance(e, Expr) and a in e.free) for a in axes]
-            if len(set(at)) == len(at):
+            at = [[n for n, e in enumerate(x.index) if isinstance(e, Expr) and a in e.free][:1] for a in axes]
+            if all(at) and len({n for (n,) in at}) == len(at):  # its guards may name more axes than its index
                 return [a for _, a in sorted(zip(at, axes, strict=True), key=lambda y: y[0])]
     return axes

@@ -62,7 +62,7 @@ def gradients(
     products of 32 bits (`wide`) where nothing is in 16. `views` has a program's views seen through, which is done only
     where there is such a gradient. Weights that `materialize` names stay as they are.
     """
-    terms = topological(kernels_of(program)) if rates.matrix else []
+    terms = (x for s in kernels_of(program) for x in s.terms) if rates.matrix else ()
     if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
         return program
     seen = views(program, log)

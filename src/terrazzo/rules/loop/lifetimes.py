@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.in_place import pairs, taken_over
+from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 
 RULE = "in_order"
@@ -123,19 +124,27 @@ def _better(program: l.Program, log: Log, pass_name: str, in_place: bool) -> lis
 
 def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None) -> list[int]:
     """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
-    these read, as far as their terms allow (or `among` these).
+    these read, as far as their terms allow (or `among` these), and regions where they are ones of.
     """
     among = pairs(steps) if among is None else among
-    last = {b: k for k, s in enumerate(steps) for b in (*s.reads, *s.writes)} | dict.fromkeys(results, len(steps))
-    last |= {b: last[b] - 1 for b in taken_over(steps, results, among).values()}
-    change = [0] * (len(steps) + 2)
-    for k, s in enumerate(steps):
+    named = regions(steps, results)
+    whole, moved = named.wholes, [s for s in steps if s not in named.calls] if named.calls else steps
+    last = {b: k for k, s in enumerate(moved) for b in (*s.reads, *s.writes)}
+    for b in [b for b in last if b in whole]:
+        last[whole[b]] = max(last.pop(b), last.get(whole[b], 0))
+    last |= dict.fromkeys(results, len(moved))
+    last |= {b: last[b] - 1 for b in taken_over(moved, results, among, apart=named.touched).values()}
+    change = [0] * (len(moved) + 2)
+    there: set[l.Buffer] = set()
+    for k, s in enumerate(moved):
         for b in dict.fromkeys(s.writes):
-            change[k] += b.type.span
-            change[last[b] + 1] -= b.type.span
-    found, now = [], 0
-    for x in change[: len(steps)]:
-        now += x
+            if (b := whole.get(b, b)) not in there:
+                there.add(b)
+                change[k] += b.type.span
+                change[last[b] + 1] -= b.type.span
+    found, now, more = list[int](), 0, iter(change)
+    for s in steps:  # what only names memory changes nothing
+        now += 0 if s in named.calls else next(more)
         found.append(now)
     return found
 

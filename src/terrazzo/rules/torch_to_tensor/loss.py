@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import i64
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import reshaped
@@ -48,6 +48,7 @@ def nll_loss(node: Aten, x: Any, target: Any, weight: Any, reduction: int, ignor
 
     The sums are rounded once, at the end.
     """
+    need(weight is None or weight.type.dtype is x.type.dtype, "PyTorch refuses weights of another type")
     wide, shape = x.type.dtype.compute, target.type.shape
     target = t.cast(target, i64)
     kept = t.apply("ne", target, c(ignored, target))

@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import Type
-from terrazzo.rewrite.rule import Rule
+from terrazzo.ir.types import Type, f32
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.reduction import moments
@@ -73,9 +73,17 @@ def _affine(value: Any, weight: Any, bias: Any, view: Any) -> Any:
     return value
 
 
+def _of_one_type(x: Any, *parameters: Any) -> None:
+    """PyTorch's norms have parameters of the type of x, or all in float32 beside 16 bits."""
+    found = {p.type.dtype for p in parameters if p is not None}
+    wide = {f32} if x.type.dtype.is_float and x.type.dtype.compute is not x.type.dtype else set()
+    need(found <= {x.type.dtype} or found == wide, "PyTorch refuses parameters of another type")
+
+
 @aten("native_layer_norm.default")
 def layer_norm(node: Aten, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimensions; also mean and 1 / sqrt(var + eps)."""
+    _of_one_type(x, weight, bias)
     axes = range(x.type.rank - len(shape), x.type.rank)
     wide = t.cast(x, x.type.dtype.compute)
     mean, rstd = _statistics(wide, axes, eps)
@@ -93,6 +101,7 @@ def group_norm(
 
     Points keep their own axes, and look up the two numbers of their group: x is read as it lies in memory.
     """
+    _of_one_type(x, weight, bias)
     wide, each = t.cast(x, x.type.dtype.compute), channels // groups
     mean, rstd = _statistics(t.reshape(wide, (n, groups, each * size)), [2], eps)
     sample, channel, *_ = t.coordinates(x.type.shape)
@@ -112,6 +121,7 @@ def batch_norm(
     node: Aten, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> Any:
     """(x - running mean) / sqrt(running var + eps) * weight + bias, by channel."""
+    _of_one_type(x, weight, bias, mean, variance)
     wide = t.cast(x, x.type.dtype.compute)
     shape = x.type.shape
     m, v = (t.cast(s, wide.type.dtype) for s in (mean, variance))

@@ -191,8 +191,8 @@ def clamp_to(node: Aten, x: Any, low: Any, high: Any) -> Any:
     return t.cast(value, out.dtype)
 
 
-def _binary(names: tuple[str, ...], fn: str | Build, doc: str) -> Rule:
-    rule = aten(*names)(lambda node, x, y: pointwise(node, result(node).dtype.compute, x, y, fn=fn))
+def _binary(names: tuple[str, ...], fn: str | Build, doc: str, same: bool = False) -> Rule:
+    rule = aten(*names, same=same)(lambda node, x, y: pointwise(node, result(node).dtype.compute, x, y, fn=fn))
     return Rule(names[0].split(".")[0], rule.keys, rule.rewrite, doc)
 
 
@@ -248,7 +248,7 @@ BINARIES = (
         _logaddexp("exp2", lambda x: t.apply("mul", t.apply("log1p", x), c(1 / math.log(2), x))),
         "log2(2^x + 2^y).",
     ),
-    _binary(("heaviside.default",), _heaviside, "0 below 0, 1 above, y at 0."),
+    _binary(("heaviside.default",), _heaviside, "0 below 0, 1 above, y at 0.", same=True),
     *(
         _binary(
             tuple(f"bitwise_{name}.{o}" for o in overloads) + (f"__{short}__.Tensor", f"__{short}__.Scalar"), fn, doc
@@ -289,7 +289,7 @@ def nextafter(node: Aten, x: Any, y: Any) -> Any:
     return pointwise(node, result(node).dtype, x, y, fn="nextafter")
 
 
-@aten("lerp.Scalar", "lerp.Tensor")
+@aten("lerp.Scalar", "lerp.Tensor", same=True)
 def lerp(node: Aten, x: Any, y: Any, weight: Any) -> Any:
     """x + w * (y - x), written from the nearer end as eager does."""
 

@@ -235,7 +235,7 @@ def _padded(real: Any, n: int, padding: int, align: bool) -> Any:
     return real if padding == 0 else _limited(real, n)
 
 
-@aten("grid_sampler_2d.default", "grid_sampler_3d.default")
+@aten("grid_sampler_2d.default", "grid_sampler_3d.default", same=True)
 def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: bool) -> Any:
     """x read at the places the grid says: by linear interpolation (mode 0), at the nearest element (1), cubic (2); 0
     outside.

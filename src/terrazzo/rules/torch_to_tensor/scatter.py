@@ -157,6 +157,7 @@ def index_reduce(
     node: Aten, x: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     """The slices source[.., k, ..] combined at [.., index[k], ..], with or without what is there."""
+    need(source.type.dtype is x.type.dtype, "PyTorch refuses a source of another type")
     if not x.type.rank or not source.type.rank:
         return scattered(x, 0, index, source, reduce, include_self)
     d = normalize(dim, x.type.rank)
@@ -271,6 +272,7 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
 @aten("put.default")
 def put_(node: Aten, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """The flattened x with the sources at the indices."""
+    need(source.type.dtype is x.type.dtype, "PyTorch refuses a source of another type")
     flat = put(t.reshape(x, (x.type.numel,)), [index], t.reshape(source, index.type.shape), accumulate)
     return t.reshape(flat, x.type.shape)
 
