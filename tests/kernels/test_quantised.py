@@ -191,10 +191,11 @@ def test_steps_of_few_columns_are_long_where_registers_have_room(name: str, leng
 
 
 def test_tiles_of_one_warpgroup_that_makes_factors_are_no_bargain() -> None:
-    """Nothing is multiplied while it does: 198 us (H200), where 145 were expected, and storing weights takes 160."""
+    """Nothing is multiplied while it does: 198 us (H200), where 145 were expected; two of them take 135."""
     fn, given = scaled_after(512, 18944, 3584)
     _, done = lowered(fn, tuple(x.to("meta") for x in given))
-    assert not any(made(s) for s in done.at("kernel").steps)
+    ((_, chosen),) = done.at("tile").schedules
+    assert "math=warpgroup(2), registers=(40, 232))" in str(chosen)  # and none lags
 
 
 def test_many_rows_have_weights_stored_where_that_is_cheaper() -> None:
@@ -204,7 +205,7 @@ def test_many_rows_have_weights_stored_where_that_is_cheaper() -> None:
     assert not any(made(s) for s in done.at("kernel").steps)
 
 
-@pytest.mark.parametrize("m", [512, 2048])
+@pytest.mark.parametrize("m", [2048, 4096])
 def test_what_was_stacked_is_no_patch(m: int) -> None:
     """A copy of weights of four bits reads each byte where two lie: it is priced as other copies are."""
     fn, given = two_in_a_byte(m, 18944, 3584)

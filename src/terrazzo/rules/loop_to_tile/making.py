@@ -12,6 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, called, made_of, not_made
+from terrazzo.ir.types import bf16
 
 MADE = 12
 """Instructions of a thread that nothing hides, of those in which it makes the parts of a number of what lies in shared
@@ -30,6 +31,11 @@ were expected without this.
 READ, PACKED = 1, 1
 """Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those
 that make it are counted. Not measured.
+"""
+PAIRED = 1.5
+"""How many times as fast bytes become bfloat16, of which neighbours are made at once (targets/cuda/pairs.py), results
+included that leave registers one by one: in tiles of 128 x 256 a step of 64 took 110 ns longer with int8 than without
+making anything, in products of 512 to 4096 rows, and one of 64 bytes of two numbers of four bits 155 to 280 (H200).
 """
 MADE_WAVES = 8
 """Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,
@@ -72,7 +78,13 @@ def making(p: Product) -> float:
     if promotes(p):
         return len({made_of(x) for x in converted(p)}) * MADE
     found = sum(PACKED + sum(map(_instructions, _own(x))) for x in converted(p))
-    return len({made_of(x) for x in converted(p)}) * READ + found
+    found += len({made_of(x) for x in converted(p)}) * READ
+    return found / (PAIRED if all(map(_of_bytes, converted(p))) else 1)
+
+
+def _of_bytes(x: Any) -> bool:
+    """Whether a factor is a bfloat16 made of a byte."""
+    return x.dtype is bf16 and made_of(x).dtype.size == 1  # type: ignore[union-attr]
 
 
 def _own(x: Any) -> list[l.Apply]:

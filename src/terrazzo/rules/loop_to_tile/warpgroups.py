@@ -406,7 +406,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
     registers = (("registers", REGISTERS[t.teams]),) if t.share == 1 else ()
-    lag = (("lag", True),) if converted(p) and t.groups > 1 else ()  # one makes a factor while another multiplies
+    lag = (("lag", True),) if converted(p) and promotes(p) and t.groups > 1 else ()
     turns = (("turns", True),) if t.turns else ()
     roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.teams,))), *registers, *lag, *turns
     each = (Factor("reg", t.each),) if t.each > 1 else ()
