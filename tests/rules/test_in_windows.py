@@ -101,6 +101,28 @@ def test_who_reads_it_too_goes_along() -> None:
     assert windowed(p)[0] == p
 
 
+HEADS = """
+    with kernel('y', y=f32[16, 64]):
+        for a0 in free(16):
+            for a1 in free(64):
+                for r0 in reduce(256):
+                    in0 = x_1[r0 + (a0 // 4) * 256, (a0 % 4) * 128 + a1]
+                    in1 = x_1[r0 + (a0 // 4) * 256, (a0 % 4) * 128 + a1 + 64]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                y[a0, a1] = acc0"""
+
+
+def test_heads_that_lie_side_by_side_in_rows() -> None:
+    """Each window makes the rows that it reads, once for all that reads them."""
+    p = program(parts("x", 1024), HEADS, results="y", inputs="x: f32[1024, 512]")
+    found, told = windowed(p)
+    assert {e.subject for e in told} == {"x_parts", "y"}
+    made = [b.type.span for s in found.steps if s.name.startswith("x_parts") for b in s.writes]
+    assert sum(made) == 4 * 1024 * 512
+    same(p, found)
+
+
 def test_time_counts() -> None:
     p = program(parts("w", 2048), product("x", "w_1", "y", 256, 2048), results="y")
     found, told = windowed(p, lambda steps: float(len(steps)))

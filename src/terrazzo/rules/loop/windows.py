@@ -1,0 +1,270 @@
+"""Kernels in windows of an axis: some go along it, others make what a window of those reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
+from terrazzo.ir.node import substitute
+from terrazzo.ir.regions import ALIGNED, WHOLE, WINDOW
+from terrazzo.ir.types import Type, ordered_strides
+from terrazzo.rules.loop.definitions import unused
+
+Range = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a window begins in each dimension, and how large it is."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Kernels that run in windows of their axes, which are equally long; and those that make what a window of these
+    reads, which is read by nobody else.
+    """
+
+    readers: Mapping[l.Kernel, Var]
+    makers: frozenset[l.Kernel]
+
+    @property
+    def kernels(self) -> tuple[l.Kernel, ...]:
+        """All of them."""
+        return (*self.readers, *self.makers)
+
+    @property
+    def extent(self) -> int:
+        """How long the axis is."""
+        return max(a.extent for a in self.readers.values())  # type: ignore[type-var, return-value]
+
+
+def in_ranges(kernel: l.Kernel) -> bool:
+    """Whether a range of what a kernel stores can be computed by itself, by a kernel that is the same for all: its
+    stores have one place, and that is its axes.
+    """
+    indices = {s.index for s in kernel.stores}
+    shapes = {s.buffer.type.shape for s in kernel.stores}
+    if kernel.scans or len(indices) > 1 or len(shapes) > 1:
+        return False
+    (index,), (shape,) = indices, shapes
+    axes = [e for e in index if isinstance(e, Expr)]
+    plain = all(
+        (e == 0 and n == 1) or (isinstance(e, Var) and e.extent == n) for e, n in zip(index, shape, strict=True)
+    )
+    return plain and len({*axes}) == len(axes) and _free_of(kernel, set(axes))
+
+
+def along_axis(kernel: l.Kernel, axis: Var) -> bool:
+    """Whether a kernel can run in windows of an axis, all of which are the same kernel."""
+    once = all(len(_knowing(s.index, axis)) == 1 for s in kernel.stores)
+    return not kernel.scans and once and _free_of(kernel, {axis})
+
+
+def _knowing(index: Sequence[IntExpr], axis: Var) -> list[int]:
+    return [d for d, e in enumerate(index) if isinstance(e, Expr) and axis in e.free]
+
+
+def _free_of(kernel: l.Kernel, axes: set[Any]) -> bool:
+    """Whether no number is made of axes themselves, nor a guard: these would be others in every window."""
+    for x in kernel.terms:
+        if isinstance(x, l.Index) and not axes.isdisjoint(x.free):
+            return False
+        if isinstance(x, l.Load) and any(isinstance(e, Expr) and not axes.isdisjoint(e.free) for e in x.inside):
+            return False
+    return True
+
+
+def _read(kernel: l.Kernel, at: Mapping[Any, IntExpr]) -> dict[l.Load, Range] | None:
+    """Where loads go through windows, with what axes are there; one window for those that overlap. None if that cannot
+    be said.
+    """
+    loads = [x for x in kernel.terms if isinstance(x, l.Load) and not x.free.isdisjoint(at)]
+    parts = {x: ranged(x.index, at, x.buffer.type) for x in loads}
+    found: dict[l.Load, Range] = {}
+    for x, part in parts.items():
+        if part is None:
+            return None
+        for y in (y for y in found if y.buffer is x.buffer):
+            if (both := _together(part, found[y])) is not None:
+                part = both
+        found |= {y: part for y in found if y.buffer is x.buffer and _together(part, found[y]) == part}
+        found[x] = part
+    return found
+
+
+def _together(one: Range, other: Range) -> Range | None:
+    """What two ranges are together, if they overlap."""
+    ends = [[a + n for a, n in zip(*x, strict=True)] for x in (one, other)]
+    if any(min(e) <= max(a) for a, e in zip(zip(one[0], other[0], strict=True), zip(*ends, strict=True), strict=True)):
+        return None
+    low = tuple(map(min, one[0], other[0]))
+    return low, tuple(max(e) - a for a, e in zip(low, zip(*ends, strict=True), strict=True))
+
+
+def windows_read(kernel: l.Kernel, axis: Var, b: l.Buffer) -> set[tuple[int, Range]]:
+    """The ranges of a buffer that the first and the last window of two, or of each element, read."""
+    extent: Any = axis.extent
+    size = extent // 2 if extent % 2 == 0 else 1
+    found: set[tuple[int, Range]] = set()
+    for start in (0, extent - size):
+        at = {axis: Var(axis.name, size) + start}
+        found |= {(start, part) for x, part in (_read(kernel, at) or {}).items() if x.buffer is b}
+    return found
+
+
+def ranged(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], kind: Type) -> Range | None:
+    """Which part of a buffer an index goes through, with what axes are there; None if that cannot be said."""
+    starts, shape = [], []
+    for e, n in zip(index, kind.static_shape, strict=True):
+        if not isinstance(e, Expr) or e.free.isdisjoint(at):
+            starts.append(0)
+            shape.append(n)
+            continue
+        there = substitute(e, at)
+        low = substitute(there, dict.fromkeys(there.free, 0)) if isinstance(there, Expr) else there
+        least, most = bounds(there - low) if isinstance(low, int) else (None, None)
+        if least is None or least < 0 or most is None:
+            return None
+        starts.append(low)
+        shape.append(most + 1)
+    return tuple(starts), tuple(shape)
+
+
+class Windows:
+    """A program on its way, of which a group of kernels runs in windows of a size."""
+
+    def __init__(self, program: l.Program, group: Group, size: int) -> None:
+        self.whole, self.group, self.size = program, group, size
+        self.names = {b.name for b in (*program.inputs, *(b for s in program.steps for b in s.writes))}
+        self.kernels = {s.name for s in program.steps}
+        self.maker = {b: k for k in group.makers for b in k.writes}
+        self.steps: list[l.Kernel | l.Call] = []
+        self.begun = 0
+        self.made: dict[Any, l.Buffer] = {}
+
+    def program(self) -> l.Program | None:
+        """The program; None where memory is not as it would have to be."""
+        mine = [s for s in self.whole.steps if isinstance(s, l.Kernel) and s in self.group.readers]
+        pieces: dict[l.Store, list[tuple[l.Buffer, Range]]] = {s: [] for k in mine for s in k.stores}
+        for start in range(0, self.group.extent, self.size):
+            self.made, self.begun = {}, len(self.steps)
+            for kernel in mine:
+                axis = self.group.readers[kernel]
+                at = {axis: Var(axis.name, min(self.size, self.group.extent - start)) + start}
+                stored = [(s, self.piece(s, at)) for s in kernel.stores]
+                if any(x is None for _, x in stored) or not self.put(kernel, at, dict(stored)):  # type: ignore[arg-type]
+                    return None
+                for s, x in stored:
+                    pieces[s].append(x)  # type: ignore[arg-type]
+        for s, found in pieces.items():
+            d = _knowing(s.index, next(a for k, a in self.group.readers.items() if s in k.stores))[0]
+            ends = [at[d] + n[d] for _, (at, n) in found]
+            if [at[d] for _, (at, _) in found] != [0, *ends[:-1]] or ends[-1] != s.buffer.type.shape[d]:
+                return None
+            source = next(x.source for x in mine if s in x.stores)
+            self.steps.append(l.Call(WHOLE, (tuple(b for b, _ in found), d), (), (s.buffer,), 0, source))
+        steps, gone = self.whole.steps, set(self.group.kernels)
+        last = max(n for n, s in enumerate(steps) if s in gone)
+        before, after = ([s for s in x if s not in gone] for x in (steps[:last], steps[last + 1 :]))
+        return l.Program(self.whole.name, self.whole.inputs, (*before, *self.steps, *after), self.whole.results)
+
+    def piece(self, s: l.Store, at: Mapping[Any, IntExpr]) -> tuple[l.Buffer, Range] | None:
+        """What a window of a store writes, and where that is in the whole."""
+        if (part := ranged(s.index, at, s.buffer.type)) is None:
+            return None
+        kind = Type(s.buffer.type.dtype, part[1], s.buffer.type.element_strides)
+        return l.Buffer(_fresh(s.buffer.name, self.names), _plain(kind)), part
+
+    def put(
+        self, kernel: l.Kernel, at: Mapping[Any, IntExpr], stored: Mapping[l.Store, tuple[l.Buffer, Range]]
+    ) -> bool:
+        """Have a kernel with axes that are `at` something else, after what it reads; it stores so. False if it cannot
+        be.
+        """
+        new: dict[Any, Any] = dict(at)
+        if (read := _read(kernel, at)) is None:
+            return False
+        for x, part in read.items():
+            if (b := self.window(x.buffer, part, kernel.source)) is None:
+                return False
+            new[x] = l.Load(b, _moved(x.index, at, part), x.inside)
+        stores = [l.Store(b, _moved(s.index, at, part), substitute(s.value, new)) for s, (b, part) in stored.items()]
+        own = {a: next(iter(e.free)) for a, e in at.items() if isinstance(e, Expr)}
+        axes = tuple(own.get(a, a) for a in kernel.axes if a in own or a not in at)
+        self.add(l.Kernel(_fresh(kernel.name, self.kernels), axes, tuple(stores), kernel.source))
+        return True
+
+    def add(self, new: l.Kernel) -> None:
+        """One more kernel in this window; or an earlier one does what it does too, where neither sums anything."""
+        for n, s in enumerate(self.steps[self.begun :], self.begun):
+            if not isinstance(s, l.Kernel) or s.carried or new.carried or not _apart(s, new):
+                continue
+            if {b for x in self.steps[n + 1 :] for b in x.reads}.isdisjoint(s.writes):
+                del self.steps[n]  # it comes after the windows that both read
+                self.kernels.discard(new.name)
+                axes = dict(zip(new.axes, s.axes, strict=True))
+                stores = (*s.stores, *(substitute(x, axes) for x in new.stores))
+                new = l.Kernel(s.name, s.axes, stores, s.source)
+                break
+        self.steps.append(new)
+
+    def window(self, b: l.Buffer, part: Range, source: str) -> l.Buffer | None:
+        """A part of a buffer: made for this window, or a view of what others made; the buffer where it is all of it."""
+        if (b, part) in self.made:
+            return self.made[b, part]
+        starts, shape = part
+        if (maker := self.maker.get(b)) is not None:
+            index = maker.stores[0].index
+            at = {
+                e: Var(e.name, n) + start
+                for e, start, n in zip(index, starts, shape, strict=True)
+                if isinstance(e, Var)
+            }
+            kinds = {s: _shrunk(s.buffer.type, shape) for s in maker.stores}
+            stored = {s: (l.Buffer(_fresh(s.buffer.name, self.names), kinds[s]), part) for s in maker.stores}
+            if not self.put(maker, at, stored):
+                return None
+            self.made |= {(s.buffer, part): new for s, (new, _) in stored.items()}
+        elif shape == b.type.shape:
+            self.made[b, part] = b
+        else:
+            strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
+            offset = sum(n * s for n, s in zip(starts, strides, strict=True))
+            if offset * b.type.dtype.size % ALIGNED:
+                return None
+            made = l.Buffer(_fresh(b.name, self.names), _plain(Type(b.type.dtype, shape, strides)))
+            self.steps.append(l.Call(WINDOW, (l.View(b, shape, strides, offset),), (), (made,), 0, source))
+            self.made[b, part] = made
+        return self.made[b, part]
+
+
+def _moved(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], part: Range) -> tuple[IntExpr, ...]:
+    """An index in the part of a buffer that it goes through."""
+    there = (substitute(e, at) if isinstance(e, Expr) else e for e in index)
+    return tuple(e - start for e, start in zip(there, part[0], strict=True))
+
+
+def _apart(one: l.Kernel, other: l.Kernel) -> bool:
+    """Whether two kernels have the same loops, and neither needs the other."""
+    alike = [a.extent for a in one.axes] == [a.extent for a in other.axes]
+    return alike and {*one.writes}.isdisjoint(other.reads) and {*other.writes}.isdisjoint(one.reads)
+
+
+def _fresh(name: str, names: set[str]) -> str:
+    """A name that nothing has."""
+    found = unused(f"{name}_w", names)
+    names.add(found)
+    return found
+
+
+def _plain(kind: Type) -> Type:
+    """The type without strides that say nothing."""
+    plain = Type(kind.dtype, kind.shape)
+    return plain if plain.element_strides == kind.element_strides else kind
+
+
+def _shrunk(kind: Type, shape: Sequence[int]) -> Type:
+    """The type of a window that lies by itself: its dimensions come in the same order."""
+    if kind.strides is None:
+        return Type(kind.dtype, tuple(shape))
+    order = sorted(range(kind.rank), key=lambda d: -int(kind.strides[d] or 1 << 62))  # type: ignore[arg-type, index]
+    return Type(kind.dtype, tuple(shape), ordered_strides(shape, order, 16 // kind.dtype.size))
