@@ -20,7 +20,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, per_node, replaced, topological
+from terrazzo.ir.node import Node, per_node, remade, replaced, topological
 from terrazzo.ir.types import DType, Type
 
 T = TypeVar("T")
@@ -122,8 +122,8 @@ def with_buffers(kernel: l.Kernel, new: Mapping[Any, Any]) -> tuple[l.Store, ...
     """
     memo = dict(new)
     for x in _above_buffers(kernel):
-        make = type(x).make if isinstance(x, Expr) else type(x)
-        memo[x] = make(*replaced(x.values, memo))
+        values = replaced(x.values, memo)
+        memo[x] = type(x).make(*values) if isinstance(x, Expr) else remade(x, values, ("dtype", "free"))
     return tuple([memo[s] for s in kernel.stores])
 
 

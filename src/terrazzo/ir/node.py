@@ -99,24 +99,39 @@ class _Interned(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(cls._fields):  # type: ignore[attr-defined]
             args = cls._bind(args, kwargs)  # type: ignore[attr-defined]
-        key = (cls, *args)
-        if not _PLAIN.issuperset(map(type, args)):
-            key = (cls, *[x if type(x) in _PLAIN else key_of(x) for x in args])
-        known = _table.get(key)
-        found = known() if known is not None else None
-        if found is not None:
-            return found
-        node: Any = object.__new__(cls)  # type: ignore[arg-type]
-        fields = cls._fields  # type: ignore[attr-defined]
-        node.__dict__.update(zip(fields, args, strict=True))  # what a dataclass would do field by field
+        return _interned(cls, args)
+
+
+def _interned(cls: Any, args: tuple[Any, ...], known_of_it: Mapping[str, Any] | None = None) -> Any:
+    """The node of a class with these fields, which are checked where nothing is known of a new one."""
+    key = (cls, *args)
+    if not _PLAIN.issuperset(map(type, args)):
+        key = (cls, *[x if type(x) in _PLAIN else key_of(x) for x in args])
+    known = _table.get(key)
+    found = known() if known is not None else None
+    if found is not None:
+        return found
+    node: Any = object.__new__(cls)
+    node.__dict__.update(zip(cls._fields, args, strict=True))  # what a dataclass would do field by field
+    if known_of_it is None:
         node.check()
-        reference = _Reference(node, _gone)
-        reference.key = key
-        while (known := _table.setdefault(key, reference)) is not reference:
-            if (found := known()) is not None:  # another thread made it meanwhile
-                return found
-            _remove_dead_weakref(_table, key)  # it was about to go
-        return node
+    else:
+        node.__dict__.update(known_of_it)
+    reference = _Reference(node, _gone)
+    reference.key = key
+    while (known := _table.setdefault(key, reference)) is not reference:
+        if (found := known()) is not None:  # another thread made it meanwhile
+            return found
+        _remove_dead_weakref(_table, key)  # it was about to go
+    return node
+
+
+def remade(node: Node, values: tuple[Any, ...], same: tuple[str, ...]) -> Any:
+    """A node like another one, in a normal form already, with fields that fit as those of the other do: it is not
+    checked, and has the same of what is called `same`, as far as that is known of the other one.
+    """
+    known = node.__dict__
+    return _interned(type(node), values, {name: known[name] for name in same if name in known})
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.canonical import nameless
+from terrazzo.ir.canonical import canonical, nameless
 from terrazzo.ir.contraction import Contraction, contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, bounds
@@ -142,6 +142,11 @@ def product(kernel: l.Kernel) -> Product | None:
     """
     found = _product(kernel)
     return found if isinstance(found, Product) else None
+
+
+def is_product(kernel: l.Kernel) -> bool:
+    """Whether a kernel is a product, asked once of all that differ in names only."""
+    return product(canonical(kernel).kernel) is not None
 
 
 def no_product(kernel: l.Kernel) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -126,7 +126,7 @@ class Plan:
 
     def to_json(self) -> bytes:
         """The plan as text."""
-        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")).encode()
+        return json.dumps({"version": VERSION, **vars(self)}, separators=(",", ":"), default=vars).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Plan:

@@ -19,7 +19,7 @@ from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological, transform
-from terrazzo.ir.sites import product
+from terrazzo.ir.sites import is_product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
@@ -161,12 +161,12 @@ def _group(
     """
     makers, readers = [maker], []
     for s in makers:
-        if product(s) is None or any(b in kept or b.type.dtype.size not in sizes for b in s.writes):
+        if not is_product(s) or any(b in kept or b.type.dtype.size not in sizes for b in s.writes):
             return None
         for reader in dict.fromkeys(k for b in s.writes for k in readers_of.get(b, ())):
             if _multiplies(reader, s):
                 readers.append(reader)
-            elif product(reader) is not None:  # it makes a factor of a factor, point by point
+            elif is_product(reader):  # it makes a factor of a factor, point by point
                 makers += [reader] if reader not in makers else []
             else:
                 return None

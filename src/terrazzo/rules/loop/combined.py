@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Expr, Var
@@ -128,9 +129,10 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
     def price(step: l.Kernel | l.Call) -> float:
         if isinstance(step, l.Call):
             return 0.0
-        if step not in prices:
-            prices[step] = cost(step, rates)
-        return prices[step]
+        form = canonical(step).kernel
+        if form not in prices:
+            prices[form] = cost(form, rates)
+        return prices[form]
 
     left = LOSS
     for _ in range(ROUNDS):

@@ -81,6 +81,8 @@ class Chain:
 
 def chain(kernel: l.Kernel) -> Chain | None:
     """The kernel as a chain of products, or None."""
+    if len(kernel.carried) < 2:
+        return None
     found = list({outer: x for x in _nested(kernel) if (outer := x[1])}.values())
     if not found:
         return None
