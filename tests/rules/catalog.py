@@ -156,7 +156,9 @@ CATALOG: dict[str, Rewrite] = {
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
-    "remake:in_windows": of(in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, 0)),
+    "remake:in_windows": of(
+        in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)
+    ),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),

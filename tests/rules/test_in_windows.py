@@ -57,7 +57,7 @@ def program(*kernels: str, results: str, inputs: str = "x: f32[256, 512], w: f32
 
 def windowed(p: Any, price: Any = lambda steps: 1.0) -> tuple[Any, list[Any]]:
     log = Log()
-    found = in_windows(p, log, price, worth=1 << 20)
+    found = in_windows(p, log, price, lambda maker: True, worth=1 << 20)
     assert not problem(found)
     return found, [e for e in log.events if e.fired]
 
