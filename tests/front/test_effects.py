@@ -255,6 +255,30 @@ def test_recurrent_modules_keep_lists_of_their_weights(kind: Any) -> None:
     torch.testing.assert_close(compiled(x)[0], module(x)[0])
 
 
+def test_a_call_asks_for_gradients_by_weights_and_inputs() -> None:
+    """A step of learning at test time; what was not kept for it is computed again, after the weights were replaced."""
+    from torch.utils.checkpoint import checkpoint
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+
+    class Step(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: Any) -> Any:
+            with torch.enable_grad():
+                loss = checkpoint(self.net, x, use_reentrant=False).pow(2).sum()
+                slopes = torch.autograd.grad(loss, [x, *self.net.parameters()])
+            return [p - 0.1 * g for p, g in zip([x, *self.net.parameters()], slopes, strict=True)]
+
+    module, x = Step(), torch.randn(5, 4, requires_grad=True)
+    compiled = terrazzo.compile(module, x, options=INTERPRETER)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), module(x))
+    assert x.requires_grad and not compiled(x)[0].requires_grad
+
+
 def test_inputs_that_begin_to_share_memory_are_refused() -> None:
     fast = terrazzo.compile(adds_both, torch.ones(4), torch.ones(4), options=INTERPRETER)
     x = torch.ones(8)

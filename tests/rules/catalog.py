@@ -34,6 +34,7 @@ from terrazzo.rules.loop import (
     relax,
     remake,
     sooner,
+    turned,
 )
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked, written_out
@@ -150,6 +151,9 @@ CATALOG: dict[str, Rewrite] = {
     "store_as_read:along_results": of(placed.along_results, lambda p: placed.along_results(p, Log())),
     "online:copied_after": of(
         placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
+    ),
+    "online:store_turned": of(
+        turned.store_turned, lambda p: turned.store_turned(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),

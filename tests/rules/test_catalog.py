@@ -131,6 +131,7 @@ def seasoned(program: Program) -> Program:
         both,
         looked_up,
         two_in_one(table),
+        across(*(t.scan("sum", t.cast(t.iota(s, t.coordinates(s)[1]), f32), 0) for s in ((4, 16), (2, 6, 8)))),
         t.literal(2.0, f32, (3,)),
         *where,
         few_of_rows(t.scan("sum", t.cast(t.iota((6, 400), sum(t.coordinates((6, 400))) % 3), f32), 1)),
@@ -159,6 +160,13 @@ def two_in_one(x: Any) -> Any:
     held = t.index_map(numbers, shape, (i[1], i[2] // 2))
     digit = t.apply("and_", t.apply("shr", held, t.iota(shape, i[2] % 2)), t.literal(1, i64, shape))
     factors = t.index_map(x, shape, (i[0], i[2])), t.cast(t.cast(digit, bf16), f32)
+    return t.reduce("sum", t.apply("mul", *factors), [2])
+
+
+def across(x: Any, w: Any) -> Any:
+    """A product over the first axis of a factor and its last, where eight lie beside each other."""
+    i = t.coordinates((4, 6, 16))
+    factors = t.index_map(x, (4, 6, 16), (i[0], i[2])), t.index_map(w, (4, 6, 16), (i[2] % 2, i[1], i[2] // 2))
     return t.reduce("sum", t.apply("mul", *factors), [2])
 
 

@@ -180,12 +180,15 @@ def _capture(
     def call(tensors: list[Any]) -> list[Any]:
         constants = {n: torch.tensor(value, dtype=dtype) for n, (value, dtype) in values.items()}
         weights = {**dict(zip(state, tensors, strict=False)), **constants}
+        given = (*state.values(), *(flat[k] for k in varying))
+        for t in (t for t, real in zip(tensors, given, strict=True) if real.requires_grad and real.is_leaf):
+            t.requires_grad_()  # a call may ask for gradients itself
         leaves = list(flat)
         for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
-        given = pytree.tree_unflatten(leaves, arguments)
-        with nothing_else_changes(module, given, later):
-            out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
+        called = pytree.tree_unflatten(leaves, arguments)
+        with nothing_else_changes(module, called, later):
+            out = fn(*called[0], **called[1]) if module is None else functional(module, weights, *called)
         found: list[Any]
         found, tree = pytree.tree_flatten(out)
         if any(not isinstance(x, torch.Tensor) for x in found):

@@ -16,6 +16,7 @@ from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.fx import Unheld, from_graph
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
+from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
@@ -76,6 +77,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
 
     inline_regions(gm)
     _define(gm)
+    gather_picked(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             return aot_module_simplified(

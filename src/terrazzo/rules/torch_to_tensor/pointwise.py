@@ -125,6 +125,7 @@ def pow_(node: Aten, x: Any, y: Any) -> Any:
     """x ** y. Small integer powers are products, as in eager; integers stay integers."""
     compute = result(node).dtype.compute
     if compute.is_integer:
+        need(not isinstance(y, int) or y >= 0, "PyTorch refuses negative powers of integers, where they are numbers")
         return pointwise(node, compute, x, y, fn="ipow")
     if isinstance(y, (int, float)):
         simple: dict[float, Build] = {
