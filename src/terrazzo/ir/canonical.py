@@ -28,6 +28,7 @@ T = TypeVar("T")
 _MARK = "tz{}z"  # nobody calls a tensor so; if somebody did, its kernel would have no canonical form
 _MARKS = re.compile(r"tz\d+z|[A-Za-z_]*?tzz")
 _NAMELESS = (Type, DType, Monoid, Scalar)
+_PLAIN = {int, bool, float, type(None)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +256,12 @@ class _Renaming:
         if isinstance(x, Node):
             return self.node(x)
         if fields := _fields(x):
-            new = {name: self.of(getattr(x, name)) for name in fields}
-            return x if all(new[n] is getattr(x, n) for n in fields) else dataclasses.replace(x, **new)
+            new = {}
+            for name in fields:
+                old = getattr(x, name)
+                if type(old) not in _PLAIN and (now := self.of(old)) is not old:
+                    new[name] = now
+            return dataclasses.replace(x, **new) if new else x
         return x
 
     def node(self, root: Node) -> Any:
