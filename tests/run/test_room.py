@@ -7,7 +7,7 @@ import torch
 
 import terrazzo
 from terrazzo.hw.gpu import GPUS
-from terrazzo.run.room import LONG, RESERVED, Launched, even, lopsided
+from terrazzo.run.room import LONG, RESERVED, Launched, even, late
 
 LARGEST = GPUS["sm_90a"].shared
 
@@ -36,19 +36,19 @@ def test_no_processor_takes_more_than_its_share_of_few_blocks(
 
 
 @pytest.mark.parametrize(
-    "slots, blocks, late",
+    "slots, blocks, waits",
     [
         (1, 74, True),  # they fill some parts of the chip, and leave others empty
         (2, 148, True),  # two on each of 74 processors
-        (1, 119, False),
-        (1, 132, False),
+        (1, 132, True),  # each fills a processor
+        (2, 132, False),
         (1, 148, False),  # the last come wherever a processor is through
         (16, 1400, False),
     ],
 )
-def test_long_work_of_few_blocks_comes_to_an_idle_chip(slots: int, blocks: int, late: bool) -> None:
-    assert lopsided(Launched(slots, blocks, 82000, LONG), 132) == late
-    assert not lopsided(Launched(slots, blocks, 82000, LONG - 1), 132)
+def test_long_work_of_blocks_that_fill_a_processor_comes_to_an_idle_chip(slots: int, blocks: int, waits: bool) -> None:
+    assert late(Launched(slots, blocks, 82000, LONG), 132) == waits
+    assert not late(Launched(slots, blocks, 82000, LONG - 1), 132)
 
 
 @pytest.mark.gpu

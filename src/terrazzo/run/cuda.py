@@ -24,7 +24,7 @@ from terrazzo.run.launch import Graph, Launch
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
 from terrazzo.run.plan import Entry, Plan, Slot, Step, whole_strides
-from terrazzo.run.room import Launched, even, lopsided
+from terrazzo.run.room import Launched, even, late
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -187,7 +187,7 @@ class Cuda:
         if size > max(shared, STATIC_SHARED):
             most = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.call("cuFuncSetAttribute", function, most, size)
-        return size, not lopsided(kernel, processors)
+        return size, not late(kernel, processors)
 
     def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:
         if step.key not in self.modules:

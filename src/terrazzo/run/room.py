@@ -42,12 +42,16 @@ def even(kernel: Launched, processors: int, largest: int) -> int:
     return max(kernel.shared, ((largest + RESERVED) // (share + 1) - RESERVED) // 128 * 128 + 128)
 
 
-def lopsided(kernel: Launched, processors: int) -> bool:
-    """Whether a kernel of long work leaves so many places empty that it has to be launched after the one before it.
+def late(kernel: Launched, processors: int) -> bool:
+    """Whether a kernel of long work had better be launched after the one before it than wait for it: where each of its
+    blocks fills a processor, or where it leaves many places empty.
 
     Blocks that wait are not spread over the parts of the chip, and its parts have their share of what memory gives:
-    74 blocks, of which each fills a processor, read 136 MB in 50 us, and in 35 when they came to an idle chip.
+    74 blocks, of which each fills a processor, read 136 MB in 50 us, and in 35 when they came to an idle chip. 132
+    blocks whose warpgroups take turns, tiles of 128 x 176, multiplied 2048 x 4096 x 14336 behind a ReLU in 358 us and
+    302; others took as long or 0.97 (ADR 014).
     """
     share = -(-kernel.blocks // processors)
     empty = share * processors - kernel.blocks
-    return kernel.touched >= LONG and share <= min(kernel.slots, FEW) and empty > IDLE * share * processors
+    few = share <= min(kernel.slots, FEW)
+    return kernel.touched >= LONG and few and (kernel.slots == 1 or empty > IDLE * share * processors)
