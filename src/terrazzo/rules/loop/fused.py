@@ -16,6 +16,8 @@ from terrazzo.rules.loop.scale import uncast
 
 LARGEST = 600
 """Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
+SHRINKS = 4
+"""How many times as large as what comes of it what is copied into a term may be: its nodes are folded, and shared."""
 
 
 def problem(kernels: Iterable[Instance]) -> str:
@@ -72,10 +74,22 @@ def _depth(store: l.Store) -> int:
     return sum(isinstance(e, Expr) for e in store.index)
 
 
+def _copied(first: l.Kernel, second: l.Kernel) -> int:
+    """Nodes of what `first` stores, once for each place that `second` reads it at, before any are folded."""
+    stored = {s.buffer: s.value for s in first.stores}
+    found: dict[Any, dict[l.Buffer, Any]] = {}
+    for x in second.terms:
+        if isinstance(x, l.Load) and x.buffer in stored:
+            found.setdefault((x.index, x.inside), {})[x.buffer] = stored[x.buffer]
+    return sum(len(topological(values.values())) for values in found.values())
+
+
 def merged(first: l.Kernel, second: l.Kernel, dead: Set[l.Buffer] = frozenset()) -> l.Kernel | None:
     """One kernel that stores what both store, but for `dead`: `second` may read what `first` stores, through its
     term.
     """
+    if _copied(first, second) > SHRINKS * LARGEST:
+        return None
     long, short = by_axes(first, second)
     try:
         reader = inline(second, first)
