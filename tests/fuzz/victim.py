@@ -65,7 +65,7 @@ def _apart() -> None:
         offsets, at = {}, 0
         for b in buffers:
             offsets[b] = at
-            at += -(-(b.type.span + GAP) // arena.ALIGN) * plan.ALIGN
+            at += -(-(b.type.span + GAP) // arena.ALIGN) * arena.ALIGN
         return offsets, at
 
     class Frame(compiled.Frame):
@@ -73,7 +73,7 @@ def _apart() -> None:
             super().__init__(*args)
             poison(self.arena.data_ptr(), self.arena.numel())
             for slot in self.plan.slots:
-                if slot.kind == "arena":
+                if slot.kind == "arena" and slot.of is None:
                     unpoison(self.base + slot.offset, slot.bytes)
 
     plan.allocate = allocate
