@@ -78,6 +78,11 @@ class MatrixMove:
         return addresses[where.get("j", 0) * 8 + where["r"]] + where["c"]
 
     @property
+    def reverse(self) -> str:
+        """The name of what moves the same in the other direction."""
+        return self.name.replace("stmatrix", "ldmatrix") if self.store else self.name.replace("ldmatrix", "stmatrix")
+
+    @property
     def function(self) -> str:
         """The name of its function in CUDA."""
         return self.name.replace(".", "_")

@@ -90,7 +90,7 @@ def _places(record: ldmatrix.MatrixMove) -> dict[str, Any]:
 
 def load_matrix(team: Threads, s: k.LoadMatrix) -> None:
     data = np.ascontiguousarray(team.get(s.source, rows(team, s, s.source, s.at), s))
-    held = data.view(np.uint32)
+    held = data.view(s.target.type.dtype.numpy)
     team.put(s.target, team.at(s.target, s.to, held.shape[-1], s), held, s)
 
 

@@ -41,6 +41,12 @@ class Builder:
         found, self.out = tuple(self.out), outer
         return found
 
+    def earlier(self, at: int | None, write: Callable[[], None]) -> None:
+        """`write` before what was written after the first `at` statements here; or here."""
+        found = self.inside(write)
+        at = len(self.out) if at is None else at
+        self.out[at:at] = found
+
     def loops(self, variables: Sequence[tuple[Var, bool]], write: Callable[[], None]) -> None:
         """Loops over (variable, unrolled), the first outermost."""
         if not variables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.hw import ldmatrix
@@ -59,10 +60,14 @@ def leaf(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) 
 
 
 class Gather:
-    """Writes the way of one store's values. `compute` writes a term where it is wanted."""
+    """Writes the way of one store's values. `compute` writes a term where it is wanted; what is fetched first is where
+    the tile is `begun`, or else where its sums are known.
+    """
 
-    def __init__(self, builder: Builder, bindings: Bindings, compute: Callable[[Any, Scope], None]) -> None:
-        self.builder, self.bindings, self.compute = builder, bindings, compute
+    def __init__(
+        self, builder: Builder, bindings: Bindings, compute: Callable[[Any, Scope], None], begun: int | None = None
+    ) -> None:
+        self.builder, self.bindings, self.compute, self.begun = builder, bindings, compute, begun
 
     def write(
         self,
@@ -86,25 +91,32 @@ class Gather:
             self.after(tile, range(count))
             return
         c = self.bindings.loop_variable("c", count)
-        operands = self.operands(tile, count)
-        soon = min((place.type.static_shape[0] for place in operands.values()), default=1) - 1
+        operands: dict[l.Load, Operand] = {}
+        soon = 0
+
+        def first() -> None:
+            nonlocal operands, soon
+            operands = self.operands(tile, count)
+            soon = min((x.place.type.static_shape[0] for x in operands.values()), default=1) - 1
+            for n in range(soon):
+                self.fetch(tile, n, operands)
 
         def subtile() -> None:
             self.builder.where([count - 1 - soon - c], lambda: self.fetch(tile, c + soon, operands))
             self.before(line)
+            self.bring(tile, c, operands)
             self.put(tile, c, operands)
             self.after(tile, [c])
 
-        for first in range(soon):
-            self.fetch(tile, first, operands)
+        self.builder.earlier(self.begun, first)
         self.builder.loops([(c, True)], subtile)
 
     # -- operands of the results ---------------------------------------------------------------------------------------
 
-    def operands(self, tile: _Tile, count: int) -> dict[l.Load, k.Registers]:
+    def operands(self, tile: _Tile, count: int) -> dict[l.Load, Operand]:
         """Registers for what the values of a subtile load, neighbours at once: for as many of the `count` subtiles as
         there is room for, of which all but one are on their way while that is computed, which takes less than loading
-        it. What has no neighbours, or no room, is loaded value by value.
+        it. What has no neighbours, or no room, is loaded value by value. One comes in whole rows, if it may.
         """
         if any(x.level == "reg" for p in tile.rows for x in p.digits):
             return {}
@@ -119,21 +131,57 @@ class Gather:
         room = min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
         slots = max(1, min(room // max(sum(sizes), 1), count, SUBTILES))
         taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= room]
+        rows = next((x for x in taken if self.in_rows(tile, x)), None)
         init = {x: l.Literal(zero(x.dtype), x.dtype) if here.pending else None for x in taken}
-        return {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
+        places = {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
+        return {x: Operand(place, x is rows) for x, place in places.items()}
 
-    def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, k.Registers]) -> None:
+    def in_rows(self, tile: _Tile, x: l.Load) -> bool:
+        """Whether threads of a warp may load a subtile of an operand in whole rows, 16 bytes each, rather than pairs of
+        elements of eight rows, for which they wait eight times as long: then it becomes fragments in shared memory,
+        where the results will be.
+        """
+        dtype = tile.store.buffer.type.dtype
+        move = _way(next(c for c in self.bindings.plan.all(Convert) if c.to == tile.line.slab))[1]
+        known = all(p.axis in x.free for p in tile.rows)
+        boxes = tile.line.by == "tma" and move is not None and tile.line.width * dtype.size % WIDEST == 0
+        return known and boxes and x.dtype is dtype and self.whole(tile, x, WIDEST // dtype.size)
+
+    def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
         """Load what the values of subtile c are made of."""
-        if not operands:
+        for x, place in ((x, o.place) for x, o in operands.items() if o.rows):
+            inside = c % (tile.length(tile.columns) // tile.line.width)  # as c is: no column is beyond the tile
+            self.pieces(tile, inside, WIDEST // x.dtype.size, partial(self.piece, tile, c, x, place))
+        pairs = {x: o.place for x, o in operands.items() if not o.rows}
+        if not pairs:
             return
         p = self.bindings.loop_variable("p", tile.each // 2)
         here = self.point(tile, c * tile.each + 2 * p)
 
         def load() -> None:
-            for x, place in operands.items():
+            for x, place in pairs.items():
                 self.builder.add(k.Move(place, (c % place.type.static_shape[0], 2 * p), x.buffer, here(x).index, 2))
 
         self.builder.loops([(p, True)], lambda: self.builder.where(here.pending, load))
+
+    def piece(
+        self, tile: _Tile, c: IntExpr, x: l.Load, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr
+    ) -> None:
+        """Load the i-th piece that a thread has of the rows of subtile c."""
+        vector = WIDEST // x.dtype.size
+        slot = c % place.type.static_shape[0]
+        self.builder.add(k.Move(place, (slot, i * vector), x.buffer, tile.index(x.index, row, column), vector))
+
+    def bring(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
+        """Put the rows that were loaded of subtile c where its results will be, for each thread to find its elements."""
+        for x, place in ((x, o.place) for x, o in operands.items() if o.rows):
+            vector, slot = WIDEST // x.dtype.size, c % place.type.static_shape[0]
+
+            def put(i: IntExpr, row: IntExpr, column: IntExpr) -> None:
+                self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), place, (slot, i * vector), vector))
+
+            self.pieces(tile, c, vector, put, guarded=False)
+            self.sync()
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -160,7 +208,7 @@ class Gather:
 
     # -- into shared memory --------------------------------------------------------------------------------------------
 
-    def put(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, k.Registers]) -> None:
+    def put(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
         converts = self.bindings.plan.all(Convert)
         group, move, layout, lanes = _way(next(x for x in converts if x.to == tile.line.slab))
@@ -172,18 +220,24 @@ class Gather:
 
         def one() -> None:
             held = self.builder.registers("h", tile.store.buffer.type.dtype, (group,))
-            slot = {x: c % place.type.static_shape[0] for x, place in operands.items()}
-            known = {x: l.Load(place, (slot[x], q * group + e)) for x, place in operands.items()}
-            self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e, known))
             row, column = tile.row(first, lanes=move is None), tile.column(first, lanes=move is None)
             if move is not None:
-                row, column = (
-                    row + spread(component(lanes, layout, "m")),
-                    column + spread(component(lanes, layout, "n")),
-                )
-                self.builder.add(k.StoreMatrix(move.name, tile.place, self.at(tile, c, row, column), held, (0,)))
+                row = row + spread(component(lanes, layout, "m"))
+                column = column + spread(component(lanes, layout, "n"))
+            there = self.at(tile, c, row, column)
+            known: dict[l.Load, l.Load] = {}
+            for x, o in operands.items():
+                known[x] = l.Load(o.place, (c % o.place.type.static_shape[0], q * group + e))
+                if o.rows:
+                    assert move is not None
+                    mine = self.builder.registers("g", x.dtype, (group,))
+                    self.builder.add(k.LoadMatrix(move.reverse, mine, (0,), tile.place, there))
+                    known[x] = l.Load(mine, (e,))
+            self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e, known))
+            if move is not None:
+                self.builder.add(k.StoreMatrix(move.name, tile.place, there, held, (0,)))
             else:
-                self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), held, (0,), group))
+                self.builder.add(k.Move(tile.place, there, held, (0,), group))
 
         self.builder.loops([*((x.variable, True) for x in regs), (q, True)], one)
 
@@ -234,37 +288,54 @@ class Gather:
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
         """The threads of the team move rows of a subtile, 16 bytes at a time where these begin at multiples of 16."""
-        width, height = tile.line.width, tile.height
         vector = WIDEST // tile.store.buffer.type.dtype.size
-        while width % vector or not self.whole(tile, vector):
+        while tile.line.width % vector or not self.whole(tile, tile.store, vector):
             vector //= 2
-        warps = self.bindings.warps if self.bindings.groups == 1 else WARPS_IN_A_GROUP
-        threads = warps * k.WARP
-        total = height * (width // vector)
-        i = self.bindings.loop_variable("i", -(-total // threads))
-        p = self.bindings.warp % warps * k.WARP + k.LANE + i * threads
-        row, column = p // (width // vector), p % (width // vector) * vector
-        first = c * width
         held = self.builder.registers("o", tile.store.buffer.type.dtype, (vector,))
 
-        def move() -> None:
-            place = (*self.at(tile, c, 0, first)[:2], row, column)
+        def move(i: IntExpr, row: IntExpr, column: IntExpr) -> None:
             self.builder.add(
-                k.Move(held, (0,), tile.place, place, vector),
-                k.Move(tile.store.buffer, tile.index(tile.store.index, row, first + column), held, (0,), vector),
+                k.Move(held, (0,), tile.place, self.at(tile, c, row, column), vector),
+                k.Move(tile.store.buffer, tile.index(tile.store.index, row, column), held, (0,), vector),
             )
 
-        ends = [
-            part.axis.extent - 1 - x
-            for part, x in zip((*tile.rows, tile.columns), tile.at(row, first + column), strict=True)
-        ]
-        self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], move))
+        self.pieces(tile, c, vector, move)
 
-    def whole(self, tile: _Tile, vector: int) -> bool:
+    def pieces(
+        self,
+        tile: _Tile,
+        c: IntExpr,
+        vector: int,
+        write: Callable[[IntExpr, IntExpr, IntExpr], None],
+        guarded: bool = True,
+    ) -> None:
+        """The rows of a subtile in pieces of so many elements, those of a warp side by side: `write` what a thread does
+        with its i-th one, whose row and column these are, inside the tensor.
+        """
+        width, first = tile.line.width, c * tile.line.width
+        warps = self.bindings.warps if self.bindings.groups == 1 else WARPS_IN_A_GROUP
+        threads = warps * k.WARP
+        total = tile.height * (width // vector)
+        i = self.bindings.loop_variable("i", -(-total // threads))
+        p = self.bindings.warp % warps * k.WARP + k.LANE + i * threads
+        row, column = p // (width // vector), p % (width // vector) * vector + first
+        at = zip((*tile.rows, tile.columns), tile.at(row, column), strict=True)
+        ends = [part.axis.extent - 1 - x for part, x in at] if guarded else []
+        self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], lambda: write(i, row, column)))
+
+    def whole(self, tile: _Tile, x: l.Load | l.Store, vector: int) -> bool:
         """Whether so many columns lie together in global memory, all of them inside the tensor or none."""
         row, q, j = Var("$r", tile.height), Var("$q", 2), Var("$j", vector)
-        there = l.Load(tile.store.buffer, tile.index(tile.store.index, row, q * vector + j))
+        there = l.Load(x.buffer, tile.index(x.index, row, q * vector + j))
         return divides(vector, tile.columns.axis.extent) and (vector == 1 or wide(there, j, vector))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Where a thread has elements of what the values of subtiles load: its own, or whole rows."""
+
+    place: k.Registers
+    rows: bool
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,7 @@ class _Team:
         if self.plan.all(Jam):
             return Jammed(self.draft.kernel, self.plan, self.builder, self.bindings).write()
         steps, _ = self.pipeline()
+        begun = len(self.builder.out) if self.fetches_early() else None
         if steps is not None:
             steps.compute()
         fragments = steps.fragments if steps is not None else {}
@@ -296,14 +297,22 @@ class _Team:
             free = room(self.draft, self.plan, self.memory) if len(fragments) == 1 else 0
             self.given = {r: give(self.builder, self.bindings, x, free) for r, x in fragments.items()}
         else:
-            self.results(fragments)
+            self.results(fragments, begun)
 
-    def results(self, fragments: dict[l.Reduce, Fragment]) -> None:
-        """What follows from sums."""
+    def fetches_early(self) -> bool:
+        """Whether what results are made of is fetched before a tile is multiplied, where registers have room for it:
+        they hold sums then, and no factors nor sums of a step.
+        """
+        products = self.plan.all(Product)
+        alone = len(products) == 1 and products[0].a == "shared" and not products[0].promote
+        return alone and self.bindings.agent.registers is not None
+
+    def results(self, fragments: dict[l.Reduce, Fragment], begun: int | None = None) -> None:
+        """What follows from sums; what is fetched first is where the tile is `begun`."""
         for line in self.plan.all(Result) if fragments else ():
             if line.slab and line.store not in self.places:
                 last = self.draft.products[list(self.draft.products)[-1]].reduce
                 store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
                 self.places[line.store] = result_place(self.builder, line, store, self.bindings.places, fragments[last])
-        walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places)
+        walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places, begun)
         walker.statements(n.nest(self.draft.kernel), Scope())

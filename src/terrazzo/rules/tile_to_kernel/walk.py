@@ -48,9 +48,10 @@ class Walker:
         bindings: Bindings,
         fragments: dict[l.Reduce, Fragment],
         places: dict[str, k.Shared],
+        begun: int | None = None,
     ) -> None:
         self.kernel, self.plan, self.builder, self.bindings = kernel, plan, builder, bindings
-        self.fragments, self.places = fragments, places
+        self.fragments, self.places, self.begun = fragments, places, begun
         self.names: dict[Node, str] = {site: name for name, site in n.accumulators(kernel).items()}
         self.keep = {x.what for x in plan.all(Keep)}
         self.filled: dict[k.Registers, list[IntExpr]] = {}  # kept registers: where, of all threads and steps
@@ -261,7 +262,7 @@ class Walker:
                 scope.env[a] = self.bindings.base(axis_name(a), None)
         for x in whole.stores:
             line = self.gathered[x.buffer.name]
-            one = Gather(self.builder, self.bindings, self.compute)
+            one = Gather(self.builder, self.bindings, self.compute, self.begun)
             one.write(line, self.places[x.buffer.name], x, whole, self.fragments, scope)
 
     def parts(self, inside: Sequence[IntExpr], body: Sequence[n.Statement]) -> bool:

@@ -11,7 +11,9 @@ from terrazzo.ir.types import u32
 
 
 class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
-    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide."""
+    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide, or hold
+    elements of the source's type.
+    """
 
     writes, together = ("target",), "warp"
 
@@ -21,12 +23,17 @@ class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
     source: Shared
     at: tuple[IntExpr, ...]
 
+    def check(self) -> None:
+        if (kind := self.target.type.dtype) not in (u32, self.source.type.dtype):
+            raise UserError(f"load_matrix: {self.target.name} holds {kind}, neither u32 nor what {self.source.name} has")
+
     def functions(self, cluster: int) -> tuple[Function, ...]:
         return (("instruction", self.instruction),)
 
     def cuda(self, w: Cuda) -> list[str]:
         move = w.record(self.instruction)
-        return [f"{move.function}({w.group(self.target, self.to, move.count)}, {w.shared(self.source, self.at)});"]
+        words = w.group if self.target.type.dtype is u32 else w.words
+        return [f"{move.function}({words(self.target, self.to, move.count)}, {w.shared(self.source, self.at)});"]
 
 
 class StoreMatrix(Statement, dialect="kernel", op="store_matrix"):
