@@ -55,7 +55,7 @@ from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.pages import look_up_on_the_way
 from terrazzo.rules.loop.parts import into_parts, parts_of
 from terrazzo.rules.loop.placed import along_results, copied_after
-from terrazzo.rules.loop.places import round_places
+from terrazzo.rules.loop.places import round_places, round_scores
 from terrazzo.rules.loop.relax import relax
 from terrazzo.rules.loop.remake import remake
 from terrazzo.rules.loop.rounded import rounded_weights
@@ -233,8 +233,8 @@ PASSES = (
          lambda p, log, o, tried: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, tried: relax(p, log)),
-    Pass("places", "loop", "loop", "products that whole numbers are made of are rounded, whatever is added to them",
-         lambda p, log, o, tried: round_places(p, log)),
+    Pass("places", "loop", "loop", "products that are the same in every kernel are rounded, whatever is added to them",
+         lambda p, log, o, tried: round_scores(round_places(p, log), log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
          lambda p, log, o, tried: in_order(p, log, "order", target(o.target).gpu is not None)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",

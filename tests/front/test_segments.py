@@ -129,3 +129,19 @@ def test_what_is_drawn_again_is_what_was_drawn(graphs: list[list[str]], cache: P
     with pytest.warns(RuntimeWarning, match="(?s)rng_state.*what lies between is compiled"):
         found = gradients(torch.compile(fn, backend="terrazzo"))
     torch.testing.assert_close(found, gradients(fn))
+
+
+def test_checks_come_last(graphs: list[list[str]], cache: Path) -> None:
+    """What F.one_hot is given is checked, between one program and no other one."""
+
+    def fn(x: Any, y: Any) -> Any:
+        return (F.one_hot(y, 4) * x.exp()).sum(0) + F.one_hot(y, 5).sum()
+
+    compiled = torch.compile(fn, backend="terrazzo")
+    x, y = torch.rand(3, 4), torch.tensor([0, 3, 2])
+    with pytest.warns(RuntimeWarning, match="_assert_async"):
+        torch.testing.assert_close(compiled(x, y), fn(x, y))
+    whole, *inner = graphs
+    assert len(inner) == 1 and len(inner[0]) == sum("_assert_async" not in op for op in whole)
+    with pytest.raises(RuntimeError, match="smaller than num_classes"):
+        compiled(x, y + 1)

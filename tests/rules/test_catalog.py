@@ -99,6 +99,7 @@ def seasoned(program: Program) -> Program:
     deep = t.apply("tanh", t.broadcast(row, (2, 3, n)))
     moved = t.apply("add", t.apply("mul", row, t.literal(1.75, f32, (n,))), row)
     heads = t.apply("floor", t.broadcast(moved, (2, 3, n)))  # which needs a rounded product
+    weights = t.apply("exp", t.apply("sub", moved, positive))  # of scores, less what they are compared with
     merged = t.reduce("sum", t.reshape(t.permute(heads, (1, 0, 2)), (3, 2 * n)), [1])  # read as one dimension
     largest = t.reduce("max", deep, [0, 2])
     where = t.reduce("argmax", (row, t.iota((n,), t.coordinates((n,))[0])), [0])[1], t.reduce("max", row, [0])
@@ -119,7 +120,7 @@ def seasoned(program: Program) -> Program:
     j = t.coordinates((2, 4, 9))
     taken = t.index_map(table, (2, 4, 9), (j[1] // 2, j[2])), t.index_map(table, (2, 4, 9), (j[0] * 2 + j[1] % 2, j[2]))
     shuffled = t.reduce("sum", t.apply("mul", *taken), [2])  # each factor knows another digit of the columns
-    more = (quotient, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows, shuffled)
+    more = (quotient, weights, narrow, merged, largest, batched, weighted, columns, numbers, channels, rows, shuffled)
     other = t.index_map(table, (4, 3, 9), (i[0], i[2])), t.index_map(table, (4, 3, 9), (3 - i[1], i[2]))
     both = t.apply("mul", t.apply("tanh", rows), t.reduce("sum", t.apply("mul", *other), [2]))  # of two products
     i = t.coordinates((6, 3, 9))

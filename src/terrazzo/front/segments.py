@@ -96,13 +96,21 @@ def _is_held(node: Any) -> bool:
 
 
 def _in_order(graph: Any) -> list[Any]:
-    """The operations, each with what is picked of its results right behind it."""
+    """The operations, each with what is picked of its results right behind it, and checks last: what lies on both sides
+    of one is compiled together.
+    """
     found: dict[Any, None] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             found[node] = None
             found.update(dict.fromkeys(u for u in node.users if u.target is getitem))
-    return list(found)
+    return sorted(found, key=_is_check)
+
+
+def _is_check(node: Any) -> bool:
+    """Whether an operation does nothing but look at its data, as aten._assert_async does of what F.one_hot is given."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.returns and not schema.is_mutable and node.target.namespace == "aten"
 
 
 def _extracted(gm: Any, takes: Collection[Any], run: Sequence[Any], makes: Sequence[Any]) -> Any:

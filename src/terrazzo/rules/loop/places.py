@@ -1,12 +1,17 @@
-"""What whole numbers are made of is rounded as it is written: a compiler may leave out the rounding of a product that
-something is added to, in one kernel and not in another. Places and their weights, computed where they are needed, would
-be those of different elements then.
+"""What must be the same wherever it is computed is rounded as it is written: a compiler may leave out the rounding of a
+product that something is added to, in one kernel and not in another.
+
+Whole numbers: places and their weights, computed where they are needed, would be those of different elements. And what
+is exponentiated less its own largest: where scores are in the thousands, or 1e8 to say that there is none, their last
+place is a number of some size, a weight of exp(0) becomes exp(64), and what is 0 times that NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, rebuilt, topological
@@ -41,16 +46,64 @@ def round_places(program: l.Program, log: Log) -> l.Program:
                 z[a0] = v2
         return (z,)
     """
-    steps = tuple(_rounded(s) if isinstance(s, l.Kernel) else s for s in program.steps)
+    return _each(program, log, "round_places", "floats become whole numbers", _products)
+
+
+def round_scores(program: l.Program, log: Log) -> l.Program:
+    """`program` with rounded_mul for the products that something is added to in scores of a softmax or the logarithm of
+    a sum of exponentials. Attention, which lies between two products of matrices, is left as it is: its scores are sums
+    that are not the same in two kernels anyway.
+
+    @loop
+    def f(c: f32[4], x: f32[4, 8], total: f32[4]):
+        with kernel('z', z=f32[4, 8]):
+            for a0 in free(4):
+                in0 = c[a0]
+                in1 = total[a0]
+                for a1 in free(8):
+                    in2 = x[a0, a1]
+                    v0 = mul(in2, f32(0.1))
+                    v1 = sub(in0, v0)
+                    v2 = sub(v1, in1)
+                    v3 = exp(v2)
+                    z[a0, a1] = v3
+        return (z,)
+    =>
+    @loop
+    def f(c: f32[4], x: f32[4, 8], total: f32[4]):
+        with kernel('z', z=f32[4, 8]):
+            for a0 in free(4):
+                in0 = c[a0]
+                in1 = total[a0]
+                for a1 in free(8):
+                    in2 = x[a0, a1]
+                    v0 = rounded_mul(in2, f32(0.1))
+                    v1 = sub(in0, v0)
+                    v2 = sub(v1, in1)
+                    v3 = exp(v2)
+                    z[a0, a1] = v3
+        return (z,)
+    """
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
+    multiplying = {k for k in kernels if any(isinstance(x, l.Reduce) and nested_contraction(x) for x in k.carried)}
+    made = {b for k in multiplying for b in k.writes}
+    taken = {b for k in multiplying for b in k.reads}
+    between = {k for k in kernels if not (made.isdisjoint(k.reads) or taken.isdisjoint(k.writes))}
+    left = multiplying | between
+    return _each(program, log, "round_scores", "scores less their largest", lambda k: set() if k in left else _added(k))
+
+
+def _each(program: l.Program, log: Log, rule: str, why: str, products: Callable[[l.Kernel], set[Node]]) -> l.Program:
+    """`program` with rounded_mul for some products of its kernels."""
+    steps = tuple(_rounded(s, products(s)) if isinstance(s, l.Kernel) else s for s in program.steps)
     for old, new in zip(program.steps, steps, strict=True):
         if new is not old:
-            log.add(Event(PASS, "round_places", old.name, True, "floats become whole numbers"))
-            log.applied(PASS, "round_places", old.name, [old], [new])
+            log.add(Event(PASS, rule, old.name, True, why))
+            log.applied(PASS, rule, old.name, [old], [new])
     return l.Program(program.name, program.inputs, steps, program.results)
 
 
-def _rounded(kernel: l.Kernel) -> l.Kernel:
-    products = _products(kernel)
+def _rounded(kernel: l.Kernel, products: set[Node]) -> l.Kernel:
     if not products:
         return kernel
     memo: dict[Node, Any] = {}
@@ -70,6 +123,28 @@ def _products(kernel: l.Kernel) -> set[Node]:
             seen.add(x)
             rest += x.args
     return {x for x in seen if x.fn.name == "mul" and x.dtype.size >= 4}  # type: ignore[attr-defined]
+
+
+def _added(kernel: l.Kernel) -> set[Node]:
+    """The products of floats, in 32 bits or more, that something is added to in what is exponentiated as a difference,
+    and in the same scores where their largest is found.
+    """
+    powers: list[Any] = [x for x in kernel.terms if _named(x, "exp")]
+    rest: list[Any] = [y for x in powers if _named(x.args[0], "sub") for y in x.args[0].args]
+    seen: set[Node] = set()
+    sums: list[Any] = []
+    while rest:
+        x = rest.pop()
+        if x not in seen and (isinstance(x, l.Apply) or (isinstance(x, l.Reduce) and x.monoid.name == "max")):
+            seen.add(x)
+            rest += x.args
+            sums += [x] if _named(x, "add") or _named(x, "sub") else []
+    terms = [y.args[0] if _named(y, "neg") else y for x in sums for y in x.args]
+    return {y for y in terms if _named(y, "mul") and y.dtype.is_float and y.dtype.size >= 4}
+
+
+def _named(x: Any, name: str) -> bool:
+    return isinstance(x, l.Apply) and x.fn.name == name
 
 
 def _makes_whole(x: Any) -> bool:

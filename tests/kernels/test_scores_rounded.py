@@ -1,0 +1,45 @@
+"""Scores are rounded alike wherever they are computed: by the last place of one that is large, a weight is another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tests.kernels.programs import lowered
+
+import terrazzo
+from terrazzo.bench.programs.losses import time_warping
+from terrazzo.bench.programs.registry import Gradients
+from terrazzo.options import Options
+from terrazzo.targets.cuda.emit import emit
+
+
+def test_gradients_of_large_scores_are_eagers(cache: Path) -> None:
+    """Soft time warping: scores of 1e8 where there is no path, and weights of 0 and 1; each diagonal's are computed in
+    the kernel of its sum, and in that of its gradient."""
+    torch.manual_seed(0)
+    module, *inputs = time_warping(2, 6, 16)
+    module = Gradients(module)
+    with torch.no_grad():
+        found = terrazzo.compile(module, *inputs, options=Options(strict=True))(*inputs)
+        for mine, theirs in zip(found, module(*inputs), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+
+
+def sums(c: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (c - 0.1 * x).logsumexp(-1)
+
+
+def test_their_products_are_rounded() -> None:
+    (kernel,) = lowered(sums, (torch.randn(64, 96), torch.randn(64, 96)), "sm_90a").kernels
+    assert "tz_rounded_mul(" in emit(kernel)[1]
+
+
+def test_attention_is_left_as_it_is() -> None:
+    """A bias that something is multiplied with is added to scores between two products."""
+
+    def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT * 0.125 + bias * 0.5).softmax(-1) @ v
+
+    found = lowered(biased, (*(torch.randn(2, 128, 64) for _ in range(3)), torch.randn(128, 128)), "sm_90a")
+    assert found.kernels and not any("tz_rounded_mul(" in emit(x)[1] for x in found.kernels)
