@@ -39,6 +39,7 @@ from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.columns_reduced import columns_reduced
 from terrazzo.rules.loop.combined import combine_sooner
+from terrazzo.rules.loop.divided import divide
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -174,11 +175,14 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
 
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
-    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or there in
-    windows only. What is computed once is kept whole.
+    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
+    reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
     """
     rates, gpu = target(options.target).rates, machine(options)
-    made = remake(combine_sooner(p, log, rates), log, rates)
+    combined = combine_sooner(p, log, rates)
+    divided = divide(combined, log, rates)
+    combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
+    made = remake(combined, log, rates)
     return made if options.frozen else in_windows(made, log, partial(expected, gpu=gpu))
 
 

@@ -195,15 +195,15 @@ def _needed(program: l.Program) -> l.Program:
             stores = tuple(x for x in s.stores if x.buffer in wanted)
             if not stores:
                 continue
-            s = s if len(stores) == len(s.stores) else _only(s, stores)
+            s = s if len(stores) == len(s.stores) else storing(s, stores)
         steps.append(s)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _only(kernel: l.Kernel, stores: Sequence[l.Store]) -> l.Kernel:
+def storing(kernel: l.Kernel, stores: Sequence[l.Store], name: str = "") -> l.Kernel:
     """A kernel with some of its stores, and the axes of these."""
     axes = tuple(a for a in kernel.axes if any(a in x.free for x in stores))
-    return l.Kernel(kernel.name, axes, tuple(stores), kernel.source)
+    return l.Kernel(name or kernel.name, axes, tuple(stores), kernel.source)
 
 
 class _Remake:
@@ -239,7 +239,7 @@ class _Remake:
                     continue
                 later = tuple(sorted({r for b in some for r in readers[b]}))
                 stores = [_from_stored(s, made, some, uses, later[-1]) for s in made.stores if s.buffer in some]
-                part = _only(made, stores)
+                part = storing(made, stores)
                 more = sum(b.type.span for b in part.reads if b not in kept and uses[b][-1] < at)
                 if (saves := sum(b.type.span for b in some) - more) <= 0:
                     continue
