@@ -174,6 +174,11 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
+def _sooner(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Products that wait to be added up are combined as soon as they may, before their factors are in parts."""
+    return combine_sooner(p, log, target(options.target).rates) if options.fuse else p
+
+
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
     """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
     reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
@@ -244,7 +249,7 @@ PASSES = (
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
-         lambda p, log, o, tried: in_parts(p, log, o, tried)),
+         lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass(SCHEDULE, "loop", "tile",
