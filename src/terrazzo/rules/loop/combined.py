@@ -50,9 +50,10 @@ class _Way:
     saves: int
 
 
-def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.Program:
+def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORTH, products: bool = False) -> l.Program:
     """`program` with parts of kernels that run as soon as what they read is there, as long as the part of memory that
-    this saves is several times the part of the time that it takes.
+    this saves is several times the part of the time that it takes. Of several `products` in a kernel some may be parts
+    of it, too.
 
     @loop
     def f(x: f32[8, 16]):
@@ -146,7 +147,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
             break
         whole = max(sum(map(price, program.steps)), 1.0)
         found: list[tuple[tuple[int, int, float], _Way, list[l.Kernel | l.Call]]] = []
-        for way in _ways(program, used.index(most)):
+        for way in _ways(program, used.index(most), products):
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
@@ -167,7 +168,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
     return program
 
 
-def _ways(program: l.Program, peak: int) -> list[_Way]:
+def _ways(program: l.Program, peak: int, products: bool) -> list[_Way]:
     """What may be combined before a step, where it saves most there."""
     steps, kept = program.steps, {*program.inputs, *program.results}
     made = {b: n for n, s in enumerate(steps) for b in s.writes}
@@ -181,7 +182,7 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
         # what waits for this step alone while the peak passes
         waiting = {b for b in s.reads if b not in kept and made[b] < peak and uses[b][-1] == n}
         waiting = {b for b in waiting if all(k < peak for k in uses[b][:-1])}
-        for term, reads in _terms(s) if isinstance(s, l.Kernel) and waiting else ():
+        for term, reads in _terms(s, products) if isinstance(s, l.Kernel) and waiting else ():
             at = 1 + max((made.get(b, -1) for b in reads), default=-1)
             size = term.dtype.size * math.prod(a.extent for a in term.free)
             saves = sum(b.type.span for b in reads & waiting) - size
@@ -192,13 +193,13 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
     return [way for way in found if way]
 
 
-def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
+def _terms(kernel: l.Kernel, products: bool) -> Iterator[tuple[Any, set[l.Buffer]]]:
     """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
-    some. A product is taken apart from others only, of each of which nothing is summed again.
+    some. Of several `products` each is such a term, if none is summed again; one is not taken apart from the rest.
     """
     inside = set(topological([x for r in kernel.carried for x in r.args]))
-    products = [r for r in kernel.carried if isinstance(r, l.Reduce) and contraction(r)]
-    apart = len(products) > 1 and len(products) == len(kernel.carried) and inside.isdisjoint(products)
+    every = [r for r in kernel.carried if isinstance(r, l.Reduce) and contraction(r)] if products else []
+    apart = len(every) > 1 and len(every) == len(kernel.carried) and inside.isdisjoint(every)
     reads: dict[Node, set[l.Buffer] | None] = {}
     summed: set[Node] = set()
     stored = {s.value for s in kernel.stores}
