@@ -16,6 +16,8 @@ from terrazzo.run.taken import roots
 
 LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
+LESS, MUCH = 1 << 17, 0.05
+"""Bytes from which on it has where that saves so much more: many that are not large may be as much together."""
 GAIN = 0.02
 """The part of all memory that this must save: each is asked for at every call."""
 
@@ -47,22 +49,26 @@ def layout(plan: Plan, apart: bool) -> Layout:
     before = _most(plan, whole)
     if not apart or before - _most(plan, Layout({}, 0, frozenset(temporary))) < LARGE:
         return whole
-    found = min((_apart(plan, some) for some in (mine, temporary)), key=lambda x: _most(plan, x))
-    return found if _most(plan, found) <= (1 - GAIN) * before else whole
+    found = whole
+    for size, gain in ((LARGE, GAIN), (LESS, MUCH)):
+        least = min((_apart(plan, some, size) for some in (mine, temporary)), key=lambda x: _most(plan, x))
+        if _most(plan, least) <= _most(plan, found) - gain * before:
+            found = least
+    return found
 
 
-def _apart(plan: Plan, temporary: Sequence[int]) -> Layout:
-    """Of these temporaries the large ones by themselves, the others in an arena."""
+def _apart(plan: Plan, temporary: Sequence[int], size: int) -> Layout:
+    """Of these temporaries those of so many bytes by themselves, the others in an arena."""
     first, last = spans(plan)
     used = [k for k in temporary if k in first]
-    large = frozenset(k for k in used if plan.slots[k].bytes >= LARGE)
+    large = frozenset(k for k in used if plan.slots[k].bytes >= size)
     rest = sorted((k for k in used if k not in large), key=lambda k: -plan.slots[k].bytes)
 
     def meeting(n: int) -> list[int]:
         return [m for m in range(n) if not (last[rest[m]] < first[rest[n]] or last[rest[n]] < first[rest[m]])]
 
-    offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
-    return Layout(offsets, size, large)
+    offsets, end = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
+    return Layout(offsets, end, large)
 
 
 def _most(plan: Plan, layout: Layout) -> int:
