@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import padded, placed
 from terrazzo.run.plan import Plan, slots_in, spans
-from terrazzo.run.taken import roots
+from terrazzo.run.taken import adopted, roots
 
 LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
@@ -80,14 +80,15 @@ def _most(plan: Plan, layout: Layout) -> int:
         if plan.slots[of].kind != "arena" or of in layout.own:
             views.add(k)
             last[of] = max(last[of], last[k])
+    theirs = adopted(plan.slots)
     change = [0] * (len(plan.steps) + 2)
     for k, slot in enumerate(plan.slots):
         if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
-        if (k not in first and slot.kind != "result") or k in root:
+        if (k not in first and slot.kind != "result") or k in root or k in theirs:
             continue
         change[first.get(k, 0)] += slot.bytes
-        if slot.kind != "result" and k not in plan.results:
+        if slot.kind != "result" and k not in plan.results and k not in theirs.values():
             change[last[k] + 1] -= slot.bytes
     now, most = layout.size, 0
     for x in change[: len(plan.steps)]:
