@@ -178,7 +178,7 @@ def _sooner(p: l.Program, log: Log, options: Options) -> l.Program:
     """Products that wait to be added up are combined as soon as they may. That is judged before factors are in parts:
     the parts of one product's factors wait for no others, and what multiplies several is run in windows as one.
     """
-    return combine_sooner(p, log, target(options.target).rates, products=True) if options.fuse else p
+    return combine_sooner(p, log, target(options.target).rates) if options.fuse else p
 
 
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:

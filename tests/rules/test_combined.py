@@ -122,7 +122,7 @@ def test_what_is_summed_waits_as_one(out: object) -> None:
     """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
     program = branches(8, out(8))  # type: ignore[operator]
     log = Log()
-    found = combine_sooner(program, log, replace(RATES, launch=0.0, byte=0.0), 0, products=out is products)
+    found = combine_sooner(program, log, replace(RATES, launch=0.0, byte=0.0), 0)
     before, after = (max(in_use(p.steps, p.results)) for p in (program, found))
     assert before >= 8 * SIZE and after <= 4 * SIZE
     assert not problem(found) and all(e.rule == "combine_sooner" and e.fired for e in log.events)

@@ -50,10 +50,9 @@ class _Way:
     saves: int
 
 
-def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORTH, products: bool = False) -> l.Program:
+def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.Program:
     """`program` with parts of kernels that run as soon as what they read is there, as long as the part of memory that
-    this saves is several times the part of the time that it takes. Of several `products` in a kernel some may be parts
-    of it, too.
+    this saves is several times the part of the time that it takes.
 
     @loop
     def f(x: f32[8, 16]):
@@ -147,7 +146,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
             break
         whole = max(sum(map(price, program.steps)), 1.0)
         found: list[tuple[tuple[int, int, float], _Way, list[l.Kernel | l.Call]]] = []
-        for way in _ways(program, used.index(most), products):
+        for way in _ways(program, used.index(most)):
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
@@ -168,7 +167,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
     return program
 
 
-def _ways(program: l.Program, peak: int, products: bool) -> list[_Way]:
+def _ways(program: l.Program, peak: int) -> list[_Way]:
     """What may be combined before a step, where it saves most there."""
     steps, kept = program.steps, {*program.inputs, *program.results}
     made = {b: n for n, s in enumerate(steps) for b in s.writes}
@@ -182,7 +181,7 @@ def _ways(program: l.Program, peak: int, products: bool) -> list[_Way]:
         # what waits for this step alone while the peak passes
         waiting = {b for b in s.reads if b not in kept and made[b] < peak and uses[b][-1] == n}
         waiting = {b for b in waiting if all(k < peak for k in uses[b][:-1])}
-        for term, reads in _terms(s, products) if isinstance(s, l.Kernel) and waiting else ():
+        for term, reads in _terms(s) if isinstance(s, l.Kernel) and waiting else ():
             at = 1 + max((made.get(b, -1) for b in reads), default=-1)
             size = term.dtype.size * math.prod(a.extent for a in term.free)
             saves = sum(b.type.span for b in reads & waiting) - size
@@ -193,12 +192,13 @@ def _ways(program: l.Program, peak: int, products: bool) -> list[_Way]:
     return [way for way in found if way]
 
 
-def _terms(kernel: l.Kernel, products: bool) -> Iterator[tuple[Any, set[l.Buffer]]]:
+def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
     """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
-    some. Of several `products` each is such a term, if none is summed again; one is not taken apart from the rest.
+    some. Of several products each is such a term, if none is summed again; but products of parts, which run in windows
+    as one, and one product by itself, are not taken apart.
     """
     inside = set(topological([x for r in kernel.carried for x in r.args]))
-    every = [r for r in kernel.carried if isinstance(r, l.Reduce) and contraction(r)] if products else []
+    every = {r: c for r in kernel.carried if isinstance(r, l.Reduce) and (c := contraction(r)) and len(c.terms) == 1}
     apart = len(every) > 1 and len(every) == len(kernel.carried) and inside.isdisjoint(every)
     reads: dict[Node, set[l.Buffer] | None] = {}
     summed: set[Node] = set()
