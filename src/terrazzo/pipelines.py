@@ -39,6 +39,7 @@ from terrazzo.rules.loop.blocks import blocks_seen
 from terrazzo.rules.loop.channels import channels_last
 from terrazzo.rules.loop.columns_reduced import columns_reduced
 from terrazzo.rules.loop.combined import combine_sooner
+from terrazzo.rules.loop.divided import divide
 from terrazzo.rules.loop.fold import fold
 from terrazzo.rules.loop.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.fuse import fuse, seen_through
@@ -173,12 +174,22 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
+def _sooner(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Products that wait to be added up are combined as soon as they may. That is judged before factors are in parts:
+    the parts of one product's factors wait for no others, and what multiplies several is run in windows as one.
+    """
+    return combine_sooner(p, log, target(options.target).rates) if options.fuse else p
+
+
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
-    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or there in
-    windows only. What is computed once is kept whole.
+    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
+    reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
     """
     rates, gpu = target(options.target).rates, machine(options)
-    made = remake(combine_sooner(p, log, rates), log, rates)
+    combined = combine_sooner(p, log, rates)
+    divided = divide(combined, log, rates)
+    combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
+    made = remake(combined, log, rates)
     return made if options.frozen else in_windows(made, log, partial(expected, gpu=gpu))
 
 
@@ -240,7 +251,7 @@ PASSES = (
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
-         lambda p, log, o, tried: in_parts(p, log, o, tried)),
+         lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass(SCHEDULE, "loop", "tile",

@@ -20,6 +20,7 @@ from terrazzo.rules.loop import (
     channels,
     combined,
     digits,
+    divided,
     fold,
     frames,
     fuse,
@@ -160,6 +161,7 @@ CATALOG: dict[str, Rewrite] = {
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
+    "remake:divide": of(divided.divide, lambda p: divided.divide(p, Log(), replace(FREE, launch=0.0), 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
     "remake:in_windows": of(
         in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)

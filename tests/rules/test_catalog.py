@@ -21,8 +21,9 @@ from terrazzo.errors import Limitation, UserError
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import torch as aten
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop, tile
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.dialects import tile
+from terrazzo.ir.node import substitute
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.types import bf16, f32, i64
@@ -232,10 +233,29 @@ def attention(x: Any, n: int) -> Any:
     )
 
 
+def with_states(program: Program) -> Any:
+    """Loop IR of states that are made one after the other, of each of which one kernel stores the sums of rows."""
+    given = [x for x in program.inputs if x.type.numel]
+    first = [t.cast(t.index_map(x, (60, 8), tuple(0 for _ in x.type.shape)), f32) for x in given[:1]]
+    states: list[Any] = first or [t.literal(1.0, f32, (60, 8))]
+    for _ in range(4):
+        states.append(t.scan("max", t.apply("neg", states[-1]), len(states) % 2))
+    sums = tuple(t.reduce("sum", y, [1]) for y in states[1:])
+    found = lift(Program("tensor", "states", program.inputs, sums))
+    last = [s for s in found.steps if not {*s.writes}.isdisjoint(found.results)]
+    axes = last[0].axes
+    stores = [substitute(s.stores[0], dict(zip(s.axes, axes, strict=True))) for s in last]
+    whole = loop.Kernel(last[-1].name, axes, tuple(stores))
+    return loop.Program(found.name, found.inputs, (*(s for s in found.steps if s not in last), whole), found.results)
+
+
 def alone(name: str, program: Program) -> tuple[Any, Any]:
     """What a rewrite is given of a random program, and what it makes of that; the same twice where it does not fire."""
     if name == "remake:in_windows":  # before fusion, which leaves little that is stored
         before = lift(with_rows(program))
+        return before, CATALOG[name].apply(before)
+    if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
+        before = with_states(program)
         return before, CATALOG[name].apply(before)
     program = seasoned(program)
     if name.startswith("tensor_to_loop"):

@@ -90,12 +90,34 @@ def reduced(count: int) -> str:
             out[a0] = v{count - 1}"""
 
 
+def products(count: int) -> str:
+    """A sum of products, each of its own: gradients of a weight that is used at every step."""
+    sums = "\n".join(
+        f"""                for r{k} in reduce(16):
+                    in{k} = t{k}[a0, r{k}]
+                    b{k} = w[r{k}, a1]
+                    m{k} = mul(in{k}, b{k})
+                    acc{k} <- sum(m{k})"""
+        for k in range(count)
+    )
+    lines = "\n".join(
+        f"                v{k} = add({f'v{k - 1}' if k > 1 else 'acc0'}, acc{k})" for k in range(1, count)
+    )
+    return f"""\
+    with kernel('out', out=f32[8, 4]):
+        for a0 in free(8):
+            for a1 in free(4):
+{sums}
+{lines}
+                out[a0, a1] = v{count - 1}"""
+
+
 def guarded(count: int) -> str:
     """What is read at a border, of which only guards name all axes."""
     return pointwise(count).replace("[a0, a1]\n", "[a0, 3] if a1 < 5 else 0\n", count)
 
 
-@pytest.mark.parametrize("out", [pointwise, product, reduced, guarded])
+@pytest.mark.parametrize("out", [pointwise, product, reduced, products, guarded])
 def test_what_is_summed_waits_as_one(out: object) -> None:
     """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
     program = branches(8, out(8))  # type: ignore[operator]

@@ -127,3 +127,21 @@ def f(x: f32[5]):
     assert "reduce" not in show(after) and left in show(after)
     given = {"x": np.arange(5, dtype=np.float32)}
     assert np.array_equal(loop.run(before, given)[0], loop.run(after, given)[0])
+
+
+@pytest.mark.parametrize("first", [2, 1])
+def test_other_rows_are_written_from_what_is_read_anyway(first: int) -> None:
+    """Every other row of a grid, by a slice with a step: where that is read, a row is the one of the same number."""
+    row = f"((a0 + {first % 2}) // 2) * 2 - {first % 2}"
+    before = program(
+        f"here = and_(ge(index(a0 - {first}), i64(0)), ge(index(4 - a0), i64(0)))",
+        f"other = and_(here, eq(index((a0 + {first % 2}) % 2), i64(0)))",
+        f"inner = x[{row}, a1] if a0 >= {first} and a0 < 5 else 0",
+        "v = where(other, where(gt(inner, i64(2)), inner, i64(7)), x[a0, a1])",
+    )
+    after = fold(before, Log())
+    assert np.array_equal(results(before), results(after))
+    (kernel,) = after.steps
+    assert [len(x.inside) for x in kernel.terms if isinstance(x, l.Load)] == [0]
+    apart = program("v = where(eq(index(a0 % 2), i64(1)), x[(a0 // 2) * 2, a1], x[a0, a1])")
+    assert fold(apart, Log()) == apart, "nothing is known of the others"

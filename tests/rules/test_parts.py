@@ -392,3 +392,52 @@ def test_sums_of_rows_lose_more_on_tensor_cores_where_there_is_a_diagonal() -> N
     columns = np.ascontiguousarray(w.T, np.float32)
     off, plain = (f(p, columns).sum(0, np.float64) - exact for f in (on_tensor_cores, on_cuda_cores))
     assert np.linalg.norm(off) > 2 * np.linalg.norm(plain)
+
+
+THIRD = """
+@loop
+def f(x: f32[256, 3, 64], w: f32[128, 64]):
+    with kernel('t', t=f32[256, 3, 64]):
+        for a0 in free(256):
+            for a1 in free(3):
+                for a2 in free(64):
+                    in0 = x[a0, a1, a2]
+                    v0 = exp(in0)
+                    for r0 in reduce(3):
+                        in1 = x[a0, r0, a2]
+                        acc0 <- max(in1)
+                    v1 = mul(v0, acc0)
+                    t[a0, a1, a2] = v1
+{others}
+    with kernel('y', y=f32[256, 128]):
+        for a0 in free(256):
+            for a1 in free(128):
+                for r0 in reduce(64):
+                    in0 = t[a0, 2, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                y[a0, a1] = acc0
+    return ({results},)
+"""
+OTHER = """
+    with kernel('z', z=f32[256, 128]):
+        for a0 in free(256):
+            for a1 in free(128):
+                for r0 in reduce(64):
+                    in0 = t[a0, 1, r0]
+                    in1 = w[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                z[a0, a1] = acc0"""
+
+
+@pytest.mark.parametrize(("others", "results", "shape"), [("", "y", (256, 64)), (OTHER, "y, z", (256, 3, 64))])
+def test_of_what_is_read_in_part_no_more_has_parts(others: str, results: str, shape: tuple[int, ...]) -> None:
+    """Values are a third of what one product gave, and queries and keys that were turned lie elsewhere. Where another
+    product reads the rest, there is one set of parts for both.
+    """
+    done = split(THIRD.format(others=others, results=results).replace("\n\n", "\n").strip())
+    verify(done, "parts")
+    stored = {b.name: b.type.shape for s in done.steps for b in s.writes if b.name.startswith("t_")}
+    assert stored == {f"t_{n}": shape for n in (1, 2, 3)}

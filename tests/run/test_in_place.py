@@ -19,7 +19,7 @@ from terrazzo.run import plan
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.misfit import shared
 from terrazzo.run.own import _most, layout
-from terrazzo.run.taken import roots
+from terrazzo.run.taken import adopted, roots
 
 SIZE = 1 << 20  # bytes of 512 x 512 numbers
 
@@ -176,6 +176,40 @@ def test_what_an_op_gives_back_as_it_was_is_not_overwritten(tmp_path: Path, monk
     assert places(ours.compiled.plan)
     torch.testing.assert_close(ours(x), before.sin().cos(), rtol=1e-4, atol=1e-5)
     assert torch.equal(x, before)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_what_an_op_made_becomes_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands_on: bool) -> None:
+    """Of the same type, and only if nothing else lies there before."""
+    monkeypatch.setattr(Cpu, "in_place", True)
+    monkeypatch.setattr(Cpu, "hands_on", hands_on)
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.sort(x, -1).values
+        z = torch.sort((x.sin() @ x.t()).tanh() @ x, 0).values
+        return y.cos(), (z.t() * 2).contiguous()
+
+    x = torch.randn(512, 600)
+    ours = terrazzo.compile(f, x, options={"cache_dir": tmp_path, "fuse": False})
+    made = ours.compiled.plan
+    slots = [made.slots[k] for k in made.results]
+    theirs = {made.slots[k].name: made.slots[old].kind for k, old in adopted(made.slots).items()}
+    assert theirs == {slots[0].name: "call"} and shared(made) == ""
+    apart = replace(made, slots=tuple(replace(s, onto=None) if s is slots[0] else s for s in made.slots))
+    assert _most(made, layout(made, False)) <= _most(apart, layout(apart, False))
+    first = ours(x)
+    kept = [t.clone() for t in first]
+    for given in (x * 2, x):
+        for got, want in zip(ours(given), f(given), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert all(map(torch.equal, first, kept)), "what a call gave is the user's"
+    again = terrazzo.compile(f, x, options={"cache_dir": tmp_path, "fuse": False})
+    assert again.compiled.program is None and all(map(torch.equal, again(x), first))
+    host = made.results[0]
+    within = next(k for k, s in enumerate(made.slots) if s.kind == "arena" and s.onto is None)
+    odd = replace(made.slots[within], within=host, offset=0)
+    assert shared(replace(made, slots=(*made.slots[:within], odd, *made.slots[within + 1 :])))
 
 
 @pytest.mark.gpu

@@ -11,8 +11,9 @@ import torch
 
 import terrazzo
 from terrazzo.bench import memory
+from terrazzo.run import own
 from terrazzo.run.cpu import Cpu
-from terrazzo.run.own import layout, views_in
+from terrazzo.run.own import LARGE, layout, views_in
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -59,6 +60,20 @@ def test_no_more_than_it_saves(tmp_path: Path) -> None:
     assert not layout(plan, apart=True).own
     chain = terrazzo.compile(lambda x: torch.sort(x.exp().cumsum(0), -1).values.sum(), torch.randn(900, 900))
     assert not layout(chain.compiled.plan, apart=True).own
+
+
+def test_many_that_are_not_large_may_be_as_much_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a megabyte each: they have memory of their own where an arena of all of them would stand beside results."""
+    monkeypatch.setattr(Cpu, "hands_on", True)
+    torch.manual_seed(0)
+    args = torch.randn(500, 360), [torch.randn(360, 360) / 19 for _ in range(12)]
+    ours = compiled(tmp_path, *args)
+    for got, want in zip(ours(*args), saved_for_later(*args), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    ((frame,),) = ours.compiled.frames.values()
+    assert frame.layout.own and max(ours.compiled.plan.slots[k].bytes for k in frame.layout.own) < LARGE
+    monkeypatch.setattr(own, "MUCH", 1.0)
+    assert not layout(ours.compiled.plan, apart=True).own
 
 
 @pytest.mark.parametrize("hands_on", [False, True])

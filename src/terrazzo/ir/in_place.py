@@ -87,8 +87,8 @@ def taken_over(
     """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
     one after the other, or as `ahead` says, which is asked whether steps are through when another begins.
 
-    That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. Memory that
-    PyTorch has made becomes no result; what is kept `apart` is left alone.
+    That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. What one of
+    PyTorch's ops made becomes a result of the same type only; what is kept `apart` is left alone.
     """
     if not among:
         return {}
@@ -98,14 +98,16 @@ def taken_over(
             uses.setdefault(b, []).append(n)
     calls = [s for s in steps if isinstance(s, l.Call)]
     seen = {b for s in calls if views(s.name) for b in (*s.reads, *s.writes)}.union(apart)
-    theirs = {b for s in calls for b in s.writes}  # what lies in memory that PyTorch has made
+    made = {b for s in calls for b in s.writes}
+    theirs = set(made)  # what lies in memory that PyTorch has made
     found: dict[l.Buffer, l.Buffer] = {}
     there: set[l.Buffer] = set()  # what was written, has not been taken over, and is no result
     for n, s in enumerate(steps):
         for b in s.writes:
             for old in among.get(b, ()) if b not in apart else ():
                 through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
-                if old in there and through and old not in seen and not (old in theirs and b in results):
+                fits = old not in theirs or b not in results or (old in made and old.type == b.type)
+                if old in there and through and old not in seen and fits:
                     found[b] = old
                     there.discard(old)
                     theirs |= {b} if old in theirs else set()

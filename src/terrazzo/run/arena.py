@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -121,10 +121,13 @@ def padded(size: int) -> int:
 
 
 def hosts(
-    program: l.Program | kernel.Program, buffers: Sequence[l.Buffer], root: Root = ALONE
+    program: l.Program | kernel.Program,
+    buffers: Sequence[l.Buffer],
+    root: Root = ALONE,
+    theirs: Collection[l.Buffer] = (),
 ) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
-    where that does not lower the memory in use at any time.
+    where that does not lower the memory in use at any time. Results that are `theirs` lie in what PyTorch made.
     """
     _, alone = allocate(program, buffers, root=root)
     if alone < WORTH:
@@ -132,7 +135,7 @@ def hosts(
     called = {root.get(b, b) for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     lives = Lives(program, root=root)
     own = dict.fromkeys(b for b in program.results if b in lives.first)
-    rooms = [b for b in own if b not in called and b not in program.inputs]
+    rooms = [b for b in own if b not in called and b not in program.inputs and b not in theirs]
     numbers = [lives.number[room] for room in rooms]
     lying: list[list[tuple[int, int, int]]] = [[] for _ in rooms]  # numbers of buffers, where they begin and end
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}

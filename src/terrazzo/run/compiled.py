@@ -145,7 +145,8 @@ class Compiled:
     def _run(self, frame: Frame, tensors: dict[int, Any], queue: int) -> None:
         for work in frame.work:
             if work.begins:
-                made = {k: expected.empty() for k, expected in work.begins}
+                theirs = frame.adopted
+                made = {k: tensors[theirs[k]] if k in theirs else expected.empty() for k, expected in work.begins}
                 tensors.update(made)
                 frame.point(made)
             if work.launch is not None:

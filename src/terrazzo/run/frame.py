@@ -17,7 +17,7 @@ from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import Layout, layout
 from terrazzo.run.plan import Plan, places_in, spans
 from terrazzo.run.streams import Streams
-from terrazzo.run.taken import roots
+from terrazzo.run.taken import adopted, roots
 from terrazzo.run.tensors import Expected
 
 
@@ -38,6 +38,7 @@ class Frame:
         import torch
 
         self.plan, self.machine, self.root = plan, machine, roots(plan.slots)
+        self.adopted = adopted(plan.slots)
         self.overwritten = frozenset(s.onto for s in plan.slots if s.onto is not None)
         self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
         try:

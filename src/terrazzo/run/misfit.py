@@ -13,7 +13,7 @@ from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
 from terrazzo.run.plan import Plan, Slot, as_rooted, mentioned, places_in, uses, whole_strides
-from terrazzo.run.taken import misplaced, roots
+from terrazzo.run.taken import adopted, misplaced, roots
 
 
 def misfit(plan: Plan, program: Any, once: Plan | None = None) -> str:
@@ -78,7 +78,10 @@ def shared(plan: Plan) -> str:
     for k, s in enumerate(plan.slots):
         if k in first and s.bytes and s.kind == "arena" and k not in root:
             placed.setdefault(s.within, []).append(k)
+    theirs = adopted(plan.slots)
     for place, slots in placed.items():
+        if place in theirs:
+            return f"{plan.slots[place].name} is what another step made, and has room for nothing else"
         live: dict[int, tuple[int, int]] = {}  # where each that is still used begins and ends
         for a in sorted(slots, key=first.__getitem__):
             if place is not None and last[a] >= first[place]:

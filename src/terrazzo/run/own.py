@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import padded, placed
 from terrazzo.run.plan import Plan, slots_in, spans
-from terrazzo.run.taken import roots
+from terrazzo.run.taken import adopted, roots
 
 LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
+LESS, MUCH = 1 << 17, 0.05
+"""Bytes from which on it has where that saves so much more: many that are not large may be as much together."""
 GAIN = 0.02
 """The part of all memory that this must save: each is asked for at every call."""
 
@@ -47,22 +49,26 @@ def layout(plan: Plan, apart: bool) -> Layout:
     before = _most(plan, whole)
     if not apart or before - _most(plan, Layout({}, 0, frozenset(temporary))) < LARGE:
         return whole
-    found = min((_apart(plan, some) for some in (mine, temporary)), key=lambda x: _most(plan, x))
-    return found if _most(plan, found) <= (1 - GAIN) * before else whole
+    found = whole
+    for size, gain in ((LARGE, GAIN), (LESS, MUCH)):
+        least = min((_apart(plan, some, size) for some in (mine, temporary)), key=lambda x: _most(plan, x))
+        if _most(plan, least) <= _most(plan, found) - gain * before:
+            found = least
+    return found
 
 
-def _apart(plan: Plan, temporary: Sequence[int]) -> Layout:
-    """Of these temporaries the large ones by themselves, the others in an arena."""
+def _apart(plan: Plan, temporary: Sequence[int], size: int) -> Layout:
+    """Of these temporaries those of so many bytes by themselves, the others in an arena."""
     first, last = spans(plan)
     used = [k for k in temporary if k in first]
-    large = frozenset(k for k in used if plan.slots[k].bytes >= LARGE)
+    large = frozenset(k for k in used if plan.slots[k].bytes >= size)
     rest = sorted((k for k in used if k not in large), key=lambda k: -plan.slots[k].bytes)
 
     def meeting(n: int) -> list[int]:
         return [m for m in range(n) if not (last[rest[m]] < first[rest[n]] or last[rest[n]] < first[rest[m]])]
 
-    offsets, size = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
-    return Layout(offsets, size, large)
+    offsets, end = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
+    return Layout(offsets, end, large)
 
 
 def _most(plan: Plan, layout: Layout) -> int:
@@ -74,14 +80,15 @@ def _most(plan: Plan, layout: Layout) -> int:
         if plan.slots[of].kind != "arena" or of in layout.own:
             views.add(k)
             last[of] = max(last[of], last[k])
+    theirs = adopted(plan.slots)
     change = [0] * (len(plan.steps) + 2)
     for k, slot in enumerate(plan.slots):
         if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
-        if (k not in first and slot.kind != "result") or k in root:
+        if (k not in first and slot.kind != "result") or k in root or k in theirs:
             continue
         change[first.get(k, 0)] += slot.bytes
-        if slot.kind != "result" and k not in plan.results:
+        if slot.kind != "result" and k not in plan.results and k not in theirs.values():
             change[last[k] + 1] -= slot.bytes
     now, most = layout.size, 0
     for x in change[: len(plan.steps)]:

@@ -244,9 +244,10 @@ def _made(
     own = set(program.inputs) | set(program.results) | called
     apart = any(p.branch for p in places)
     taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched)
-    root = rooted(taken, program.results) | whole
+    root = rooted(taken, program.results, called) | whole
+    theirs = {b for b, old in taken.items() if b in program.results and old in called}
     temporaries = [b for b in buffers if b not in own and b not in root]
-    within = {} if apart else hosts(program, temporaries, root)
+    within = {} if apart else hosts(program, temporaries, root, theirs)
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []

@@ -18,14 +18,23 @@ def roots(slots: Sequence[Slot]) -> dict[int, int]:
     """Of slots that lie in the memory of others, or others in theirs, the one that has a place: what they are a region
     of; or the last if it is a result, else the first, which has nothing here.
     """
-    onto = {k: s.onto for k, s in enumerate(slots) if s.onto is not None}
+    given = adopted(slots)
+    onto = {k: s.onto for k, s in enumerate(slots) if s.onto is not None and k not in given}
     regions = {k: s.of for k, s in enumerate(slots) if s.of is not None}
     return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result"}) | regions
 
 
-def rooted(taken: Mapping[l.Buffer, l.Buffer], results: Collection[l.Buffer]) -> dict[l.Buffer, l.Buffer]:
-    """The same of buffers."""
-    return _rooted(taken, results)
+def adopted(slots: Sequence[Slot]) -> dict[int, int]:
+    """Results that are what ops of PyTorch made, with that: each begins as a tensor that is there, and no other."""
+    onto = ((k, s.onto) for k, s in enumerate(slots) if s.onto is not None and s.kind == "result")
+    return {k: old for k, old in onto if slots[old].kind == "call"}
+
+
+def rooted(
+    taken: Mapping[l.Buffer, l.Buffer], results: Collection[l.Buffer], called: Collection[l.Buffer]
+) -> dict[l.Buffer, l.Buffer]:
+    """The same of buffers, of which some are what ops of PyTorch made."""
+    return _rooted({b: old for b, old in taken.items() if b not in results or old not in called}, results)
 
 
 def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
@@ -53,7 +62,8 @@ def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> 
         like = (one.dtype, one.bytes) == (other.dtype, other.bytes)
         kinds = one.kind in ("arena", "result") and other.kind in ("arena", "call")
         theirs = other.kind == "call" and slots[root.get(old, old)].kind == "result"
+        same = (one.shape, one.strides) == (other.shape, other.strides) or (one.kind, other.kind) != ("result", "call")
         alone = k != old and takers[old] == 1
-        fits = like and kinds and alone and not theirs and k in first and first[k] == last.get(old)
+        fits = like and same and kinds and alone and not theirs and k in first and first[k] == last.get(old)
         if not fits or not plan.steps[first[k]].key:
             yield k

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.canonical import canonical
-from terrazzo.ir.contraction import nested_contraction
+from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Expr, Var
 from terrazzo.ir.node import Node, substitute, topological
@@ -21,6 +21,7 @@ from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.lifetimes import WORTH, in_use
+from terrazzo.rules.loop_to_tile.apart import products_apart
 
 PASS = "remake"
 RULE = "combine_sooner"
@@ -32,6 +33,8 @@ ROUNDS = 64
 """How often it is looked where most memory is in use."""
 TRIED = 32
 """How many terms that save most there are tried."""
+MANY = 4
+"""Products of a kernel that are no more than one has accumulators for: more will be kernels of their own."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
             return 0.0
         form = canonical(step).kernel
         if form not in prices:
-            prices[form] = cost(form, rates)
+            apart = products_apart(form)
+            prices[form] = sum(cost(x, rates) for x in (apart if len(apart) > MANY else (form,)))
         return prices[form]
 
     left = LOSS
@@ -190,16 +194,19 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
 
 def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
     """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
-    some, but no products, which are not taken apart.
+    some. Of several products each is such a term, if none is summed again; but products of parts, which run in windows
+    as one, and one product by itself, are not taken apart.
     """
     inside = set(topological([x for r in kernel.carried for x in r.args]))
+    every = {r: c for r in kernel.carried if isinstance(r, l.Reduce) and (c := contraction(r)) and len(c.terms) == 1}
+    apart = len(every) > 1 and len(every) == len(kernel.carried) and inside.isdisjoint(every)
     reads: dict[Node, set[l.Buffer] | None] = {}
     summed: set[Node] = set()
     stored = {s.value for s in kernel.stores}
     for x in kernel.terms:
         if isinstance(x, l.Load):
             reads[x] = {x.buffer}
-        elif isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x)):
+        elif isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x) and not apart):
             reads[x] = None
         elif isinstance(x, l.Apply | l.Reduce):
             theirs = [reads.get(a, set()) for a in x.args]

@@ -26,6 +26,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import Steps
 from terrazzo.rules.loop.digits import factors_apart
 from terrazzo.rules.loop.inline import inline
+from terrazzo.rules.loop.where_taken import where_taken
 
 PASS = "fuse"
 CHEAP = 8
@@ -355,8 +356,10 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
     """
     if isinstance(condition, l.Literal):
         return one if condition.value else other
+    one = where_taken(one, condition, _holding)
     if one is other:
         return one
+    x = l.apply("where", condition, one, other)
     found = bounded(condition)
     if found is None or not all(cheap(y) for y in (one, other)):
         return x  # a load is made whatever the condition is, with the guards it has
@@ -367,6 +370,14 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
     if _narrowed(taken, v, no) is _narrowed(left, v, no):
         return taken
     return l.apply("where", condition, taken, left)
+
+
+def _holding(condition: Any) -> tuple[IntExpr, ...]:
+    """What is >= 0 where a comparison of places holds."""
+    if not isinstance(condition, l.Apply) or condition.fn.name not in COMPARED:
+        return ()
+    both = [place(a) for a in condition.args]
+    return () if None in both else COMPARED[condition.fn.name](*both)  # type: ignore[arg-type]
 
 
 Span = tuple[int, int]

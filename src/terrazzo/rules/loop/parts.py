@@ -171,7 +171,7 @@ class _Parts:
         self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
         self.scale = SCALE
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
-        self.windows: set[Node] = set()
+        self.windows: frozenset[Node] = frozenset()
         self.inside: frozenset[Node] = frozenset()
 
     def kernel(self, kernel: l.Kernel) -> None:
@@ -190,10 +190,13 @@ class _Parts:
         self.scale = SCALE if both is None else 1.0
         why = self.why_not(kernel, sums if both is None else (), products)
         why = why or self.refused(kernel, self.count)
-        if not why and (why := self.replace(kernel, products)):
-            self.windows = {x for c in products for x in c.operands if _window(x) or _rearranged(x)}
-            why = self.replace(kernel, products) if self.windows else why
-            self.windows = set()
+        if not why:
+            every = frozenset(x for c in products for x in c.operands if _window(x) or _rearranged(x))
+            for some in dict.fromkeys((self.little(kernel, every), frozenset(), every)):
+                self.windows = some
+                if not (why := self.replace(kernel, products)):
+                    break
+            self.windows = frozenset()
         self.inside = frozenset()
         if why:
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
@@ -234,6 +237,22 @@ class _Parts:
         self.forget()
         old, new = set(before), set(self.steps)
         return [s for s in before if s not in new], [s for s in self.steps if s not in old]
+
+    def little(self, kernel: l.Kernel, windows: Collection[Any]) -> frozenset[Node]:
+        """Of what a kernel reads less of than there is, that of which it reads half at most, and nobody else multiplies
+        any: such as the values among queries and keys that were turned.
+        """
+        read: dict[l.Buffer, int] = {}
+        for x in (x for x in windows if _window(x)):
+            read[x.buffer] = read.get(x.buffer, 0) + _points(x)
+        few = {b for b, n in read.items() if 2 * n <= math.prod(b.type.static_shape) and not self.known(b)}
+        others = (s for s in self.program.steps if isinstance(s, l.Kernel) and s is not kernel)
+        few -= {b for s in others for b in few.intersection(s.reads) if any(map(_summed, s.carried))}
+        return frozenset(x for x in windows if x.buffer in few)
+
+    def known(self, buffer: l.Buffer) -> bool:
+        """Whether parts of the whole of a buffer are there."""
+        return any(source is buffer for source, *_ in self.made)
 
     def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
@@ -419,8 +438,12 @@ def _window(x: Node) -> bool:
     """Whether an operand is a smaller part of its buffer, every element of which is there."""
     if not isinstance(x, l.Load) or x.inside:
         return False
-    read: int = math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
-    return read < math.prod(x.buffer.type.static_shape)
+    return _points(x) < math.prod(x.buffer.type.static_shape)
+
+
+def _points(x: Any) -> int:
+    """How many elements a load reads."""
+    return math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
 
 
 def _rearranged(x: Node) -> bool:

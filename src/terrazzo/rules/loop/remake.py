@@ -7,6 +7,7 @@ is made again by a kernel of its own, right before who needs it, or by whoever r
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence, Set
@@ -28,6 +29,8 @@ RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
+SHORT = 16
+"""Steps of a product up to which it takes hardly longer than what it reads and stores."""
 IDLE = 8
 """Rounds in which less was nowhere found, after which no more are made: of parts that one step reads, each is made
 again after the others, over and over.
@@ -195,15 +198,15 @@ def _needed(program: l.Program) -> l.Program:
             stores = tuple(x for x in s.stores if x.buffer in wanted)
             if not stores:
                 continue
-            s = s if len(stores) == len(s.stores) else _only(s, stores)
+            s = s if len(stores) == len(s.stores) else storing(s, stores)
         steps.append(s)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _only(kernel: l.Kernel, stores: Sequence[l.Store]) -> l.Kernel:
+def storing(kernel: l.Kernel, stores: Sequence[l.Store], name: str = "") -> l.Kernel:
     """A kernel with some of its stores, and the axes of these."""
     axes = tuple(a for a in kernel.axes if any(a in x.free for x in stores))
-    return l.Kernel(kernel.name, axes, tuple(stores), kernel.source)
+    return l.Kernel(name or kernel.name, axes, tuple(stores), kernel.source)
 
 
 class _Remake:
@@ -230,7 +233,7 @@ class _Remake:
         found: list[_Way] = []
         for n, made in enumerate(steps[:at]):
             alive = [b for b in made.writes if b not in kept and uses[b][-1] > at and at not in uses[b]]
-            if not alive or not isinstance(made, l.Kernel) or not takes_in(made):
+            if not alive or not isinstance(made, l.Kernel) or not (takes_in(made) or _short(made)):
                 continue
             readers = {b: [r for r in uses[b] if r > at] for b in alive}
             simple = {b for b in alive if all(takes_in(steps[r]) for r in readers[b]) and _pointwise(made, b)}
@@ -239,7 +242,7 @@ class _Remake:
                     continue
                 later = tuple(sorted({r for b in some for r in readers[b]}))
                 stores = [_from_stored(s, made, some, uses, later[-1]) for s in made.stores if s.buffer in some]
-                part = _only(made, stores)
+                part = storing(made, stores)
                 more = sum(b.type.span for b in part.reads if b not in kept and uses[b][-1] < at)
                 if (saves := sum(b.type.span for b in some) - more) <= 0:
                     continue
@@ -257,6 +260,12 @@ class _Remake:
             new = tuple(fold_indices(inline(x, part)) for x in readers)
             self.inlined[key] = () if unproved(new) else new
         return self.inlined[key]
+
+
+def _short(kernel: l.Kernel) -> bool:
+    """Whether a kernel sums products of so few steps that it is as fast as memory all the same."""
+    steps = [math.prod(a.extent for a in r.axes) for r in kernel.carried if isinstance(r, l.Reduce)]
+    return not kernel.scans and all(isinstance(n, int) and n <= SHORT for n in steps)
 
 
 def _pointwise(kernel: l.Kernel, buffer: l.Buffer) -> bool:

@@ -12,6 +12,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Schedule
+from terrazzo.rules.loop.inline import unproved
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
 from terrazzo.rules.loop_to_tile.threads import (
     WARP,
@@ -73,7 +74,8 @@ def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too short.
     """
     forms = dict.fromkeys((digits_apart(kernel), kernel))
-    return next(filter(None, (_crossed(x, gpu) for x in forms)), None)
+    proved = (x for x in forms if x is kernel or not unproved([x]))  # guards of digits may say less
+    return next(filter(None, (_crossed(x, gpu) for x in proved)), None)
 
 
 def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:

@@ -1,0 +1,76 @@
+"""What is made again where it is needed: products of few steps are, which take hardly longer than what they store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from terrazzo.interp import loop as interpreter
+from terrazzo.ir.text import parse
+from terrazzo.ir.verify import problem
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.rules.loop.remake import remake
+from terrazzo.targets import target
+
+RATES = replace(target("sm_90a").rates, launch=0.0, byte=0.0, fma=0.0, mixed=0.0, load=0.0)
+PRODUCT = """
+@loop
+def f(x: f32[64, {k}], w: f32[{k}, 64]):
+    with kernel('y', y=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for r0 in reduce({k}):
+                    in0 = x[a0, r0]
+                    in1 = w[r0, a1]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                y[a0, a1] = acc0
+    with kernel('s', s=f32[64]):
+        for a0 in free(64):
+            for r0 in reduce(64):
+                in0 = y[a0, r0]
+                acc0 <- max(in0)
+            s[a0] = acc0
+    with kernel('z', z=f32[64, 64, 4]):
+        for a0 in free(64):
+            for a1 in free(64):
+                for a2 in free(4):
+                    for r0 in reduce(64):
+                        in0 = s[r0]
+                        in1 = x[a0, 0]
+                        v0 = mul(in0, in1)
+                        acc0 <- max(v0)
+                    z[a0, a1, a2] = acc0
+    with kernel('t', t=f32[64]):
+        for a0 in free(64):
+            for r0, r1 in reduce(64, 4):
+                in0 = z[a0, r0, r1]
+                acc0 <- max(in0)
+            t[a0] = acc0
+    with kernel('u', u=f32[64]):
+        for a0 in free(64):
+            in0 = t[a0]
+            for r0 in reduce(64):
+                in1 = y[a0, r0]
+                acc0 <- max(in1)
+            v0 = add(in0, acc0)
+            u[a0] = v0
+    return (u,)
+"""
+
+
+@pytest.mark.parametrize(("steps", "again"), [(2, True), (16, True), (17, False)])
+def test_products_of_few_steps_are_made_again(steps: int, again: bool) -> None:
+    program = parse(PRODUCT.format(k=steps).strip())
+    found = remake(program, Log(), RATES, 0)
+    assert not problem(found)
+    assert any(s.name.startswith("y_again") for s in found.steps) == again
+    before, after = (max(in_use(p.steps, p.results)) for p in (program, found))
+    assert (after < before - 4 * 64 * 50) == again
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in program.inputs}
+    for one, other in zip(interpreter.run(program, inputs), interpreter.run(found, inputs), strict=True):
+        np.testing.assert_array_equal(one, other)
