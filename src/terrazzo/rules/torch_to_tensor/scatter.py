@@ -323,6 +323,8 @@ def as_strided_scatter(
     """x with the elements at offset + i * stride replaced; x must be contiguous."""
     need(x.type.strides is None, "its operand is not contiguous")
     total, count = x.type.numel, math.prod(size)
+    if count and _nested(size, stride):
+        return t.reshape(_strided(t.reshape(x, (total,)), source, size, stride, offset or 0), x.type.shape)
     _affordable(total * count, total)
     space = (total, count)
     q, k = t.coordinates(space)
@@ -331,6 +333,34 @@ def as_strided_scatter(
     index = t.loaded(_safe(winner), t.coordinates((total,)), count)
     flat = t.index_map(t.reshape(source, (count,)), (total,), [index])
     return t.reshape(_won(t.reshape(x, (total,)), winner, flat), x.type.shape)
+
+
+def _nested(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether each stride is beyond all that shorter ones reach: a place then has at most one index."""
+    reach = 0
+    for step, extent in sorted((s, n) for s, n in zip(stride, size, strict=True) if n > 1):
+        if step <= reach:
+            return False
+        reach += step * (extent - 1)
+    return True
+
+
+def _strided(flat: Any, source: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+    """The elements of `flat`, those at offset + i * stride replaced: a place is taken apart into i."""
+    shape = flat.type.shape
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    at = t.coordinates(shape)[0]
+    inside: list[Any] = [at - offset, last - at]
+    rest: IntExpr = at - offset
+    index: list[IntExpr] = [0] * len(size)
+    for d in sorted((d for d, n in enumerate(size) if n > 1), key=lambda d: -stride[d]):
+        index[d] = rest // stride[d]
+        inside.append(size[d] - 1 - index[d])
+        rest = rest % stride[d]
+    inside.append(rest * -1)
+    inside = [e for e in inside if not isinstance(e, int) or e < 0]
+    taken = t.index_map(t.cast(source, flat.type.dtype), shape, index, inside)
+    return t.where(holds(shape, inside), taken, flat)
 
 
 RULES: tuple[Rule, ...] = (
