@@ -131,3 +131,22 @@ def test_nan_stays_nan(outer: str, inner: str, dtype: DType, cache: Path) -> Non
     program = Program("tensor", "composed", (x,), (t.apply(outer, t.apply(inner, x)),))
     ((ours, _),) = both(program, {"x": np.full(64, np.nan, dtype.numpy)}, cache)
     assert np.isnan(ours).all()
+
+
+def test_products_of_gathered_rows_are_blocked(cache: Path) -> None:
+    """Rows that are looked up are a first factor like any that is computed: once, then blocked."""
+    import terrazzo
+    from terrazzo.front.capture import capture
+    from terrazzo.pipelines import lowering
+    from terrazzo.targets.cpu.emit import emit
+
+    def rows(x: Any, order: Any, w: Any) -> Any:
+        return torch.relu(x[order] @ w)
+
+    given = torch.randn(70, 33), torch.randint(-70, 70, (50,)), torch.randn(33, 40)
+    found = terrazzo.compile(rows, *given, options={"target": "cpu", "cache_dir": cache})
+    torch.testing.assert_close(found(*given), rows(*given))
+    lowered = lowering(capture(rows, given).program, Options(target="cpu")).loop
+    assert any("tz_rows<" in emit(s)[1] + emit(s)[0] for s in lowered.steps)
+    with pytest.raises(Exception, match=r"out of range|out of bounds"):
+        found(given[0], torch.full((50,), 70), given[2])

@@ -52,7 +52,7 @@ def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
 def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], Var, Var] | None:
     """The contractions, the other terms and the stores of a kernel that is one chain of loops, and the axes m and n."""
     found = sites(kernel)
-    if not (found.multiplies and found.one_chain and found.everywhere) or found.placed:
+    if not (found.multiplies and found.one_chain and found.everywhere):
         return None
     products = list(found.contractions.values())
     kind = products[0].reduce.dtype
