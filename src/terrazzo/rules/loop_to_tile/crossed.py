@@ -13,6 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
+from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.threads import (
     WARP,
     ceil,
@@ -37,6 +38,8 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     """A kernel without reductions in the form in which threads compute its points, its schedule, why, and the rewrite
     that led there.
     """
+    if (found := patches(kernel, gpu)) is not None:
+        return (*found, "a thread goes from patch to patch with one place in each", "rows_apart")
     if (found := crossed(kernel, gpu)) is not None:
         why = "lanes lie along what is read, and a thread stores neighbours along what is written"
         return (*found, why, "digits_apart")
