@@ -15,6 +15,7 @@ from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
 from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.threads import (
+    BLOCKS,
     WARP,
     ceil,
     grid,
@@ -23,6 +24,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     ragged_vector,
     size_of,
     step,
+    together,
     vector_at,
     vector_of,
     warps_of,
@@ -75,20 +77,74 @@ def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     """A kernel whose loads run along another axis than its stores, and its schedule; None for others. An axis of which
     only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too short.
     """
-    forms = dict.fromkeys((digits_apart(kernel), kernel))
-    return next(filter(None, (_crossed(x, gpu) for x in forms)), None)
+    forms = [x for x in dict.fromkeys((digits_apart(kernel), kernel)) if _at_all_points(x)]
+    return next((y for way in (_interleaved, _crossed) for x in forms if (y := way(x, gpu)) is not None), None)
+
+
+def _at_all_points(kernel: l.Kernel) -> bool:
+    """Whether it stores at every point of several axes, in any order."""
+    every = frozenset(kernel.axes)
+    known = all(isinstance(a.extent, int) and a.extent >= 1 for a in every)
+    return known and not ordered(kernel) and len(every) >= 2 and all(s.free >= every for s in kernel.stores)
+
+
+def _accesses(kernel: l.Kernel) -> tuple[list[l.Load], list[l.Load], Any]:
+    """What is stored and what is loaded, and the axis along which all is stored, if there is one."""
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    loads = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)]
+    return (
+        stores,
+        loads,
+        next((a for a in kernel.axes if all(step(s, a) == 1 for s in stores) and size_of(a) > 1), None),
+    )
+
+
+def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
+    """A kernel that reads a few neighbours that it stores far apart, as of pixels that become channels: a thread loads
+    them as one vector, and lanes lie along what is stored.
+    """
+    _, loads, across = _accesses(apart)
+    if across is None or size_of(across) < WARP:
+        return None
+    few = next(
+        (a for a in apart.axes if a is not across and 1 < size_of(a) <= 8 and _takes_turns(loads, a, across)), None
+    )
+    if few is None:
+        return None
+    others = [a for a in apart.axes if a not in (across, few)]
+    warps = next(w for w in (WARPS, 4, 2, 1) if w == 1 or size_of(across) >= w * WARP)
+    lines = _blocks(others, warps, gpu)
+    own = (Factor("grid", ceil(size_of(across), warps * WARP)), *warps_of(warps), Factor("lane", WARP))
+    lines += [(across.name, own), (few.name, (Factor("reg", size_of(few), (("jam", True),)),))]
+    form = l.Kernel(apart.name, (*others, across, few), apart.stores, apart.source)
+    return form, Schedule(form.name, gpu.arch, tuple(lines))
+
+
+def _takes_turns(loads: Sequence[l.Load], few: Any, across: Any) -> bool:
+    """Whether memory runs along a few points of one axis, as one vector, and then along the other, wherever both are
+    known.
+    """
+    both = [x for x in loads if {few, across} <= x.free]
+    turns = all(step(x, few) == 1 and step(x, across) == size_of(few) == vector_of([x], few) for x in both)
+    return bool(both) and turns
+
+
+def _blocks(others: Sequence[Any], warps: int, gpu: Gpu) -> list[tuple[str, tuple[Factor, ...]]]:
+    """Axes of which a block has a point. Where blocks of few warps would be very many, its warps have a point each of
+    the longest: blocks of a warp come and go, and 262,144 of them took 159 us on an H200.
+    """
+    spare = WARPS // warps
+    beside = max(reversed(others), key=size_of, default=None)
+    if spare < 2 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < spare:
+        beside = None
+    return [(a.name, together(a, spare) if a is beside else grid(size_of(a))) for a in others]
 
 
 def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """The same for a kernel with these axes."""
-    every = frozenset(apart.axes)
-    if any(not isinstance(a.extent, int) or a.extent < 1 for a in every) or ordered(apart):
-        return None
-    if len(every) < 2 or any(not s.free >= every for s in apart.stores):
-        return None
-    stores = [l.Load(s.buffer, s.index) for s in apart.stores]
-    across = next((a for a in apart.axes if all(step(s, a) == 1 for s in stores) and size_of(a) > 1), None)
-    loads = [x for x in topological([s.value for s in apart.stores]) if isinstance(x, l.Load)]
+    """A kernel that reads along one axis and stores along another: lanes lie along the first, and a thread stores
+    vectors along the second.
+    """
+    stores, loads, across = _accesses(apart)
     if across is None or (along := _along(loads, across, apart.axes)) is None:
         return None
     width = min(vector_of([s], across) for s in stores)
@@ -102,7 +158,7 @@ def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     form = l.Kernel(merged.name, (*(a for a in merged.axes if a is not across), across), merged.stores, merged.source)
     side = next(w for w in (ACROSS, 2, 1) if w == 1 or size_of(across) % (w * width) == 0)
     down = next(w for w in (WARPS // side, 2, 1) if w == 1 or size_of(axis) >= w * WARP)
-    lines = [(a.name, grid(size_of(a))) for a in form.axes if a not in (axis, across)]
+    lines = _blocks([a for a in form.axes if a not in (axis, across)], side * down, gpu)
     lines.append((axis.name, (Factor("grid", ceil(size_of(axis), down * WARP)), *warps_of(down), Factor("lane", WARP))))
     own = Factor("grid", ceil(size_of(across), side * width))
     lines.append((across.name, (own, *warps_of(side), *vector_at(width))))

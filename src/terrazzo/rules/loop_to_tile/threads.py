@@ -47,7 +47,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
     beside = max(others, key=size_of, default=None)
     if threads > 1 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < TOGETHER:
         beside = None
-    lines = [(a.name, _with_warps(a) if a is beside else grid(size_of(a))) for a in others]
+    lines = [(a.name, together(a, TOGETHER) if a is beside else grid(size_of(a))) for a in others]
     last = vector_at(vector, aligned=ragged > 1)
     inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
     own = (Factor("grid", ceil(size_of(axis), threads * WARP * vector)), *warps_of(threads), *inner)
@@ -60,9 +60,9 @@ TOGETHER = 8
 """Warps of a block that have a point of another axis each."""
 
 
-def _with_warps(axis: Any) -> tuple[Factor, ...]:
+def together(axis: Any, warps: int) -> tuple[Factor, ...]:
     """An axis over the grid, of which every warp of a block has a point."""
-    return Factor("grid", ceil(size_of(axis), TOGETHER)), Factor("warp", TOGETHER)
+    return Factor("grid", ceil(size_of(axis), warps)), Factor("warp", warps)
 
 
 def walked(kernel: l.Kernel, gpu: Gpu) -> float:
