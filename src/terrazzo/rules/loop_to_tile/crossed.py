@@ -43,8 +43,7 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     if (found := patches(kernel, gpu)) is not None:
         return (*found, "a thread goes from patch to patch with one place in each", "rows_apart")
     if (found := crossed(kernel, gpu)) is not None:
-        why = "lanes lie along what is read, and a thread stores neighbours along what is written"
-        return (*found, why, "digits_apart")
+        return (*found, "digits_apart")
     one = collapse(kernel)
     if (rows := _uneven_rows(kernel)) is not None:
         return rows, pointwise(rows, gpu), "a thread is in one row, which begins anywhere", "digits_apart"
@@ -73,12 +72,16 @@ def _uneven_rows(kernel: l.Kernel) -> l.Kernel | None:
     return merge_axes(kernel, outer) if own else None
 
 
-def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """A kernel whose loads run along another axis than its stores, and its schedule; None for others. An axis of which
-    only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too short.
+def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
+    """A kernel whose loads run along another axis than its stores, its schedule and why; None for others. An axis of
+    which only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too
+    short.
     """
     forms = [x for x in dict.fromkeys((digits_apart(kernel), kernel)) if _at_all_points(x)]
-    return next((y for way in (_interleaved, _crossed) for x in forms if (y := way(x, gpu)) is not None), None)
+    for way, why in WAYS.items():
+        if (found := next((y for x in forms if (y := way(x, gpu)) is not None), None)) is not None:
+            return (*found, why)
+    return None
 
 
 def _at_all_points(kernel: l.Kernel) -> bool:
@@ -187,3 +190,10 @@ def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:
     ) is not None:
         found.insert(0, more)
     return found
+
+
+WAYS = {
+    _interleaved: "lanes lie along what is written, and a thread loads neighbours that are stored far apart",
+    _crossed: "lanes lie along what is read, and a thread stores neighbours along what is written",
+}
+"""In the order in which they are tried, with what they do."""
