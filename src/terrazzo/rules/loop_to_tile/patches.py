@@ -91,8 +91,12 @@ def patches(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     to row with the same place in each, and its schedule; None for others. What is divided to find a place is divided
     once for all of a thread's rows, and lanes store whole sectors.
     """
-    form = rows_apart(kernel)
-    if form is kernel:
+    form, load = rows_apart(kernel), kernel.stores[0].value
+    if (
+        form is kernel
+        or not isinstance(load, l.Load)
+        or size_of(kernel.axes[0]) <= math.prod(load.buffer.type.static_shape)
+    ):
         return None
     *outer, along, across = form.axes
     (store,) = form.stores
@@ -121,8 +125,8 @@ def patches(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
 
 
 def rows_apart(kernel: l.Kernel) -> l.Kernel:
-    """A kernel of one axis that stores rows of what it loads at places found by dividing, more often than there are
-    elements, with an axis for every digit of the number of a row, and one for what lies in a row.
+    """A kernel of one axis that stores rows, with an axis for every digit of the number of a row, and one for what lies
+    in a row.
 
     @loop
     def f(x: f32[3, 9]):
@@ -145,12 +149,10 @@ def rows_apart(kernel: l.Kernel) -> l.Kernel:
     if len(kernel.axes) != 1 or len(kernel.stores) != 1 or not isinstance(kernel.axes[0].extent, int):
         return kernel
     (axis,), (store,) = kernel.axes, kernel.stores
-    load, shape = store.value, store.buffer.type.shape
-    if not isinstance(load, l.Load) or len(shape) < 2 or not all(isinstance(n, int) for n in shape):
+    shape, total = store.buffer.type.shape, size_of(axis)
+    if len(shape) < 2 or not all(isinstance(n, int) for n in shape) or total != math.prod(shape):
         return kernel
-    wide, total = shape[-1], size_of(axis)
-    if total <= math.prod(load.buffer.type.static_shape) or total != math.prod(shape):
-        return kernel
+    wide = shape[-1]
     divided = {x.b for x in topological([store]) if isinstance(x, FloorDiv | Mod) and x.a is axis}
     steps = sorted({wide, total, *(n for n in divided if isinstance(n, int) and n % wide == 0)})
     if len(steps) < 3 or any(b % a for a, b in pairwise(steps)):
