@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from terrazzo.front import dynamo
 
@@ -107,3 +108,24 @@ def test_pytorch_runs_a_graph_of_nothing_else(graphs: list[list[str]], cache: Pa
     with pytest.warns(RuntimeWarning, match="PyTorch runs this graph"):
         found = torch.compile(fn, backend="terrazzo")(torch.rand(4))
     assert found.dtype is torch.float8_e4m3fn and len(graphs) == 1
+
+
+def test_what_is_drawn_again_is_what_was_drawn(graphs: list[list[str]], cache: Path) -> None:
+    """Checkpoints with dropout: a gradient's segments take turned weights from each other as they were traced."""
+    layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+
+    def fn(x: Any) -> Any:
+        for layer in layers:
+            x = x + checkpoint(lambda x, f=layer: F.dropout(torch.tanh(f(x)), 0.5), x, use_reentrant=False)
+        return x
+
+    x = torch.randn(16, 8, requires_grad=True)
+    given = [x, *(p for layer in layers for p in layer.parameters())]
+
+    def gradients(of: Callable[..., Any]) -> Any:
+        torch.manual_seed(3)
+        return torch.autograd.grad(of(x).square().sum(), given)
+
+    with pytest.warns(RuntimeWarning, match="(?s)rng_state.*what lies between is compiled"):
+        found = gradients(torch.compile(fn, backend="terrazzo"))
+    torch.testing.assert_close(found, gradients(fn))

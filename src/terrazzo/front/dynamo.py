@@ -198,7 +198,8 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     except Limitation as why:
         output.args = (tuple(wanted),)
         refused = why.nodes if isinstance(why, Unheld) else ()
-        if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, views))):
+        # what one segment makes another takes as it was traced, also where nobody relies on how the last results lie
+        if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, True))):
             _warn(f"{why}\nPyTorch runs them, and what lies between is compiled")
             return found
         _say(str(why))

@@ -323,13 +323,28 @@ def as_strided_scatter(
     """x with the elements at offset + i * stride replaced; x must be contiguous."""
     need(x.type.strides is None, "its operand is not contiguous")
     total, count = x.type.numel, math.prod(size)
+    if not count:
+        return x
+    steps = sorted((d for d, n in enumerate(size) if n > 1), key=lambda d: -stride[d])
+    reach = [sum(stride[e] * (size[e] - 1) for e in steps[n + 1 :]) for n in range(len(steps))]
+    if all(stride[d] > inner for d, inner in zip(steps, reach, strict=True)):  # a place is written once: which i is it?
+        rest = t.coordinates((total,))[0] - (offset or 0)
+        index: list[IntExpr] = [0] * len(size)
+        inside: list[IntExpr] = [rest]
+        for d in steps:
+            index[d], rest = rest // stride[d], rest % stride[d]
+            inside.append(size[d] - 1 - index[d])
+        inside.append(rest * -1)
+        flat = t.index_map(source, (total,), index, inside)
+        replaced = t.where(holds((total,), inside), flat, t.reshape(x, (total,)))
+        return t.reshape(replaced, x.type.shape)
     _affordable(total * count, total)
     space = (total, count)
     q, k = t.coordinates(space)
     place = flatten(unflatten(k, tuple(size)), tuple(stride)) + (offset or 0)
     winner = _last(t.apply("eq", t.iota(space, q), t.iota(space, place)))
-    index = t.loaded(_safe(winner), t.coordinates((total,)), count)
-    flat = t.index_map(t.reshape(source, (count,)), (total,), [index])
+    found = t.loaded(_safe(winner), t.coordinates((total,)), count)
+    flat = t.index_map(t.reshape(source, (count,)), (total,), [found])
     return t.reshape(_won(t.reshape(x, (total,)), winner, flat), x.type.shape)
 
 
