@@ -40,8 +40,8 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     """A kernel without reductions in the form in which threads compute its points, its schedule, why, and the rewrite
     that led there.
     """
-    if (found := patches(kernel, gpu)) is not None:
-        return (*found, "a thread goes from patch to patch with one place in each", "rows_apart")
+    if (copy := patches(kernel, gpu)) is not None:
+        return (*copy, "a thread goes from patch to patch with one place in each", "rows_apart")
     if (found := crossed(kernel, gpu)) is not None:
         return (*found, "digits_apart")
     one = collapse(kernel)

@@ -17,7 +17,18 @@ from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.collapse import flat_products
-from terrazzo.rules.loop_to_tile.threads import THREADS, WARP, ceil, grid, size_of, step, vector_at, vector_of, warps_of
+from terrazzo.rules.loop_to_tile.threads import (
+    THREADS,
+    WARP,
+    ceil,
+    grid,
+    size_of,
+    step,
+    together,
+    vector_at,
+    vector_of,
+    warps_of,
+)
 
 LANES, WARPS = 4, 4
 """Lanes of a warp that store a row together, whole sectors of it; and warps of a block."""
@@ -92,11 +103,7 @@ def patches(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     once for all of a thread's rows, and lanes store whole sectors.
     """
     form, load = rows_apart(kernel), kernel.stores[0].value
-    if (
-        form is kernel
-        or not isinstance(load, l.Load)
-        or size_of(kernel.axes[0]) <= math.prod(load.buffer.type.static_shape)
-    ):
+    if form is kernel or not isinstance(load, l.Load) or not _overlap(load, kernel):
         return None
     *outer, along, across = form.axes
     (store,) = form.stores
@@ -113,15 +120,18 @@ def patches(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     threads = math.prod(map(size_of, outer)) * ceil(size_of(along), down) * ceil(chunks, side) * WARP
     steps = min(ceil(size_of(along), down * beside), max(1, threads // (WAVES * gpu.processors * THREADS)))
     serial = (Factor("time", steps),) if steps > 1 else ()
-    lines = [
-        (a.name, (*grid(ceil(size_of(a), WARPS if a is top else 1)), *(warps_of(WARPS) if a is top else ())))
-        for a in outer
-    ]
-    own = (*warps_of(beside), Factor("lane", down))
-    lines.append((along.name, (Factor("grid", ceil(size_of(along), steps * beside * down)), *serial, *own)))
     lanes = (Factor("lane", side),) if side > 1 else ()
+    lines = [(a.name, grid(size_of(a)) if a is not top else together(a, WARPS)) for a in outer]
+    rows = Factor("grid", ceil(size_of(along), steps * beside * down))
+    lines.append((along.name, (rows, *serial, *warps_of(beside), Factor("lane", down))))
     lines.append((across.name, (Factor("grid", ceil(chunks, side)), *lanes, *vector_at(width))))
     return form, Schedule(form.name, gpu.arch, tuple(lines))
+
+
+def _overlap(load: l.Load, kernel: l.Kernel) -> bool:
+    """Whether a kernel of one axis loads more than there is."""
+    shape = [n for n in load.buffer.type.shape if isinstance(n, int)]
+    return len(shape) == load.buffer.type.rank and size_of(kernel.axes[0]) > math.prod(shape)
 
 
 def rows_apart(kernel: l.Kernel) -> l.Kernel:
@@ -149,16 +159,17 @@ def rows_apart(kernel: l.Kernel) -> l.Kernel:
     if len(kernel.axes) != 1 or len(kernel.stores) != 1 or not isinstance(kernel.axes[0].extent, int):
         return kernel
     (axis,), (store,) = kernel.axes, kernel.stores
-    shape, total = store.buffer.type.shape, size_of(axis)
-    if len(shape) < 2 or not all(isinstance(n, int) for n in shape) or total != math.prod(shape):
+    sizes, total = store.buffer.type.shape, size_of(axis)
+    shape = [n for n in sizes if isinstance(n, int)]
+    if len(shape) < 2 or len(shape) < len(sizes) or total != math.prod(shape):
         return kernel
     wide = shape[-1]
     divided = {x.b for x in topological([store]) if isinstance(x, FloorDiv | Mod) and x.a is axis}
     steps = sorted({wide, total, *(n for n in divided if isinstance(n, int) and n % wide == 0)})
     if len(steps) < 3 or any(b % a for a, b in pairwise(steps)):
         return kernel
-    sizes = [*(b // a for a, b in reversed([*pairwise(steps)])), wide]
-    axes = [Var(f"a{k}", n) for k, n in enumerate(sizes)]
+    digits = [*(b // a for a, b in reversed([*pairwise(steps)])), wide]
+    axes = [Var(f"a{k}", n) for k, n in enumerate(digits)]
     number: Any = 0
     for a in axes:
         number = number * a.extent + a
