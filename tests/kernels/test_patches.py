@@ -38,10 +38,15 @@ def test_threads_go_from_patch_to_patch(name: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_patches_are_right(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "filters"), [((2, 3, 18, 30), (32, 3, 5, 5)), ((16, 3, 3000), (64, 3, 21))], ids=["images", "sounds"]
+)
+def test_patches_are_right(
+    shape: tuple[int, ...], filters: tuple[int, ...], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patches, "WAVES", 1 / 4096 if steps > 1 else 2)
-    monkeypatch.setattr(boxes, "PATCHES", 0.01)
-    found = lowered((2, 3, 18, 30), (32, 3, 5, 5), stride=2, padding=2)
-    assert len(found.kernels) == 3
+    monkeypatch.setattr(boxes, "WALKED", 0.01)
+    found = lowered(shape, filters, stride=2, padding=2)
+    assert len(found.kernels) == 3 and found.kernels[0].writes[0].type.shape[-1] % 8 == 0
     exact = found.fn(*(x.double() for x in found.args)).numpy()
     assert np.abs(found.simulated()[0].astype(np.float64) - exact).max() <= 2.0**-7 * np.abs(exact).max()
