@@ -16,6 +16,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.pieces import together
+from terrazzo.targets.cuda.emit import emit
 from terrazzo.targets.cuda.predict import predict
 
 
@@ -118,3 +119,29 @@ def test_threads_that_share_rows_may_take_an_element_at_a_time(fn: Any, shapes: 
     assert "reg(" not in str(own).replace("a0 =", "").split("site", 1)[1] and "time(" in str(own)
     (ours,) = lowered(fn, args, "sm_90a", schedules=(str(own),)).simulated()
     np.testing.assert_allclose(np.asarray(ours), fn(*(x.double() for x in args)).numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.bfloat16, 4)])
+def test_pixels_that_become_channels_are_loaded_as_vectors(dtype: torch.dtype, by: int) -> None:
+    """Sectors are read and written whole."""
+    torch.manual_seed(1)
+    args = (torch.randn(2, 3, 16 * by, 64 * by).to(dtype),)
+    found = lowered(lambda x: torch.nn.functional.pixel_unshuffle(x, by), args, "sm_90a")
+    assert "far apart" in " ".join(e.reason for e in found.lowering.log.events)
+    assert sectors(found) == (1.0, 1.0)
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), found.fn(*args).float().numpy())
+
+
+def test_many_blocks_of_a_warp_are_one() -> None:
+    """Their warps have a point of another axis each."""
+    found = lowered(lambda x: x.permute(0, 2, 1).contiguous(), (torch.randn(8000, 32, 4),), "sm_90a")
+    (kernel,) = found.kernels
+    assert kernel.threads == 256 and kernel.grid == 1000
+
+
+def test_parts_of_rows_with_room_behind_them_are_stored_as_vectors() -> None:
+    args = torch.randn(128, 200, 300), torch.randn(128, 300, 100)
+    found = lowered(torch.bmm, args, "sm_90a", fp32="split")
+    first = found.kernels[0]
+    assert len(first.writes) == 3 and "move<4>(" in emit(first)[1] and "% 100)] =" not in emit(first)[1]

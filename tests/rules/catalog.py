@@ -38,7 +38,7 @@ from terrazzo.rules.loop import (
     turned,
 )
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, rows, unpacked, written_out
+from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, patches, rows, unpacked, written_out
 from terrazzo.rules.loop_to_tile import split as splitting
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
@@ -171,6 +171,8 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
+    "schedule:even_products": of(patches.even_products, kernels(lambda k: (patches.even_products(k),))),
+    "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),

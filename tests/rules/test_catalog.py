@@ -271,6 +271,7 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         # fusion keeps little that is made fast; extremes and rows are looked at in what became one kernel
         before = fuse(before, Log(), Rates())
         before = CATALOG["store_as_read:narrow"].apply(before) if "channels" in name else before
+    before = CATALOG["schedule:collapse"].apply(before) if name == "schedule:rows_apart" else before
     if name in ("schedule:share_rows", "schedule:split_frames"):  # which look at what is in a moving frame
         before = online(before, Log(), lambda kernel: "")
     return before, CATALOG[name].apply(before)

@@ -43,6 +43,15 @@ REACH: dict[tuple[str, str], Reach] = {
     ("convolution", "f32"): Reach(
         "tf32", 0.40, 0.60, 5000, 32, "not measured: the fractions of 16 bits; TF32 is PyTorch's default"
     ),
+    ("image turned", "16"): Reach(
+        "f32", 1.0, 0.45, 0, 1,
+        "cuDNN's kernels that bring channels to the end and back: 78.5 us for 103 MB, 49.5 for 51, 38.0 for 38, 10.0 "
+        "for 9.6 (24 November 2026)",
+    ),
+    ("bias", "16"): Reach(
+        "f32", 1.0, 0.29, 0, 1, "an addition by itself: 79.2 us for results of 51 MB, 26.2 for 19, 14.1 for 9.6"
+    ),
+    ("bias", "f32"): Reach("f32", 1.0, 0.52, 0, 1, "the same: 81.5 us for 103 MB, 30.2 for 39"),
     ("depthwise", "16"): Reach(
         "f32", 0.049, 0.60, 5000, 1,
         "PyTorch's own kernels, channels first: 445 us at 16 x 256 x 56 x 56, 7x7; 630 us for the 13 of MobileNet v1 "

@@ -14,7 +14,9 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.loop.inline import unproved
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
+from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.threads import (
+    BLOCKS,
     WARP,
     ceil,
     grid,
@@ -23,6 +25,7 @@ from terrazzo.rules.loop_to_tile.threads import (
     ragged_vector,
     size_of,
     step,
+    together,
     vector_at,
     vector_of,
     warps_of,
@@ -38,9 +41,10 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     """A kernel without reductions in the form in which threads compute its points, its schedule, why, and the rewrite
     that led there.
     """
+    if (copy := patches(kernel, gpu)) is not None:
+        return (*copy, "a thread goes from patch to patch with one place in each", "rows_apart")
     if (found := crossed(kernel, gpu)) is not None:
-        why = "lanes lie along what is read, and a thread stores neighbours along what is written"
-        return (*found, why, "digits_apart")
+        return (*found, "digits_apart")
     one = collapse(kernel)
     if (rows := _uneven_rows(kernel)) is not None:
         return rows, pointwise(rows, gpu), "a thread is in one row, which begins anywhere", "digits_apart"
@@ -69,25 +73,83 @@ def _uneven_rows(kernel: l.Kernel) -> l.Kernel | None:
     return merge_axes(kernel, outer) if own else None
 
 
-def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """A kernel whose loads run along another axis than its stores, and its schedule; None for others. An axis of which
-    only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too short.
+def crossed(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str] | None:
+    """A kernel whose loads run along another axis than its stores, its schedule and why; None for others. An axis of
+    which only a quotient is read, as of an image whose pixels are repeated, is taken whole where its digits are too
+    short.
     """
-    forms = dict.fromkeys((digits_apart(kernel), kernel))
-    proved = (x for x in forms if x is kernel or not unproved([x]))  # guards of digits may say less
-    return next(filter(None, (_crossed(x, gpu) for x in proved)), None)
+    forms = [x for x in dict.fromkeys((digits_apart(kernel), kernel)) if _at_all_points(x)]
+    forms = [x for x in forms if x is kernel or not unproved([x])]  # guards of digits may say less
+    for way, why in WAYS.items():
+        if (found := next((y for x in forms if (y := way(x, gpu)) is not None), None)) is not None:
+            return (*found, why)
+    return None
+
+
+def _at_all_points(kernel: l.Kernel) -> bool:
+    """Whether it stores at every point of several axes, in any order."""
+    every = frozenset(kernel.axes)
+    known = all(isinstance(a.extent, int) and a.extent >= 1 for a in every)
+    return known and not ordered(kernel) and len(every) >= 2 and all(s.free >= every for s in kernel.stores)
+
+
+def _accesses(kernel: l.Kernel) -> tuple[list[l.Load], list[l.Load], Any]:
+    """What is stored and what is loaded, and the axis along which all is stored, if there is one."""
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    loads = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)]
+    return (
+        stores,
+        loads,
+        next((a for a in kernel.axes if all(step(s, a) == 1 for s in stores) and size_of(a) > 1), None),
+    )
+
+
+def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
+    """A kernel that reads a few neighbours that it stores far apart, as of pixels that become channels: a thread loads
+    them as one vector, and lanes lie along what is stored.
+    """
+    _, loads, across = _accesses(apart)
+    if across is None or size_of(across) < WARP:
+        return None
+    few = next(
+        (a for a in apart.axes if a is not across and 1 < size_of(a) <= 8 and _takes_turns(loads, a, across)), None
+    )
+    if few is None:
+        return None
+    others = [a for a in apart.axes if a not in (across, few)]
+    warps = next(w for w in (WARPS, 4, 2, 1) if w == 1 or size_of(across) >= w * WARP)
+    lines = _blocks(others, warps, gpu)
+    own = (Factor("grid", ceil(size_of(across), warps * WARP)), *warps_of(warps), Factor("lane", WARP))
+    lines += [(across.name, own), (few.name, (Factor("reg", size_of(few), (("jam", True),)),))]
+    form = l.Kernel(apart.name, (*others, across, few), apart.stores, apart.source)
+    return form, Schedule(form.name, gpu.arch, tuple(lines))
+
+
+def _takes_turns(loads: Sequence[l.Load], few: Any, across: Any) -> bool:
+    """Whether memory runs along a few points of one axis, as one vector, and then along the other, wherever both are
+    known.
+    """
+    both = [x for x in loads if {few, across} <= x.free]
+    turns = all(step(x, few) == 1 and step(x, across) == size_of(few) == vector_of([x], few) for x in both)
+    return bool(both) and turns
+
+
+def _blocks(others: Sequence[Any], warps: int, gpu: Gpu) -> list[tuple[str, tuple[Factor, ...]]]:
+    """Axes of which a block has a point. Where blocks of few warps would be very many, its warps have a point each of
+    the longest: blocks of a warp come and go, and 262,144 of them took 159 us on an H200.
+    """
+    spare = WARPS // warps
+    beside = max(reversed(others), key=size_of, default=None)
+    if spare < 2 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < spare:
+        beside = None
+    return [(a.name, together(a, spare) if a is beside else grid(size_of(a))) for a in others]
 
 
 def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """The same for a kernel with these axes."""
-    every = frozenset(apart.axes)
-    if any(not isinstance(a.extent, int) or a.extent < 1 for a in every) or ordered(apart):
-        return None
-    if len(every) < 2 or any(not s.free >= every for s in apart.stores):
-        return None
-    stores = [l.Load(s.buffer, s.index) for s in apart.stores]
-    across = next((a for a in apart.axes if all(step(s, a) == 1 for s in stores) and size_of(a) > 1), None)
-    loads = [x for x in topological([s.value for s in apart.stores]) if isinstance(x, l.Load)]
+    """A kernel that reads along one axis and stores along another: lanes lie along the first, and a thread stores
+    vectors along the second.
+    """
+    stores, loads, across = _accesses(apart)
     if across is None or (along := _along(loads, across, apart.axes)) is None:
         return None
     width = min(vector_of([s], across) for s in stores)
@@ -101,7 +163,7 @@ def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     form = l.Kernel(merged.name, (*(a for a in merged.axes if a is not across), across), merged.stores, merged.source)
     side = next(w for w in (ACROSS, 2, 1) if w == 1 or size_of(across) % (w * width) == 0)
     down = next(w for w in (WARPS // side, 2, 1) if w == 1 or size_of(axis) >= w * WARP)
-    lines = [(a.name, grid(size_of(a))) for a in form.axes if a not in (axis, across)]
+    lines = _blocks([a for a in form.axes if a not in (axis, across)], side * down, gpu)
     lines.append((axis.name, (Factor("grid", ceil(size_of(axis), down * WARP)), *warps_of(down), Factor("lane", WARP))))
     own = Factor("grid", ceil(size_of(across), side * width))
     lines.append((across.name, (own, *warps_of(side), *vector_at(width))))
@@ -130,3 +192,10 @@ def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:
     ) is not None:
         found.insert(0, more)
     return found
+
+
+WAYS = {
+    _interleaved: "lanes lie along what is written, and a thread loads neighbours that are stored far apart",
+    _crossed: "lanes lie along what is read, and a thread stores neighbours along what is written",
+}
+"""In the order in which they are tried, with what they do."""

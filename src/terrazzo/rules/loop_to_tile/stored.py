@@ -11,10 +11,11 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile import boxes, warpgroups
-from terrazzo.rules.loop_to_tile.collapse import digits_apart, flat_products
+from terrazzo.rules.loop_to_tile.collapse import digits_apart
 from terrazzo.rules.loop_to_tile.forms import on_warpgroups
 from terrazzo.rules.loop_to_tile.making import converted, promotes
 from terrazzo.rules.loop_to_tile.packed import padded, stored_first
+from terrazzo.rules.loop_to_tile.patches import even_products
 from terrazzo.rules.loop_to_tile.unpacked import digits_summed
 
 MOST = 1 << 29
@@ -54,8 +55,8 @@ def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
         return
     ways = (("merge_product_axes", merged), ("digits_apart", digits_apart(merged)))
     first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
-    flat = flat_products(merged)
-    one = _stored("flat_products", flat, gpu) if flat.stores != merged.stores else None
+    flat = even_products(merged)
+    one = _stored("even_products", flat, gpu) if flat.stores != merged.stores else None
     yield from filter(None, (first, one, _unpacked(merged, gpu), _larger_made(merged, gpu)))
 
 

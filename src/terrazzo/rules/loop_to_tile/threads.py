@@ -47,7 +47,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
     beside = max(others, key=size_of, default=None)
     if threads > 1 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < TOGETHER:
         beside = None
-    lines = [(a.name, _with_warps(a) if a is beside else grid(size_of(a))) for a in others]
+    lines = [(a.name, together(a, TOGETHER) if a is beside else grid(size_of(a))) for a in others]
     last = vector_at(vector, aligned=ragged > 1)
     inner = (*last, Factor("lane", WARP)) if apart else (Factor("lane", WARP), *last)
     own = (Factor("grid", ceil(size_of(axis), threads * WARP * vector)), *warps_of(threads), *inner)
@@ -60,9 +60,9 @@ TOGETHER = 8
 """Warps of a block that have a point of another axis each."""
 
 
-def _with_warps(axis: Any) -> tuple[Factor, ...]:
+def together(axis: Any, warps: int) -> tuple[Factor, ...]:
     """An axis over the grid, of which every warp of a block has a point."""
-    return Factor("grid", ceil(size_of(axis), TOGETHER)), Factor("warp", TOGETHER)
+    return Factor("grid", ceil(size_of(axis), warps)), Factor("warp", warps)
 
 
 def walked(kernel: l.Kernel, gpu: Gpu) -> float:
@@ -140,7 +140,7 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
     A thread waits once for all that it loads. So more threads with less each, 16 bytes of all operands, are done
     sooner, until they fill the processors; and few points go to many processors.
     """
-    vector = max(vector_of(kernel.stores, axis), ragged)
+    vector = max(_as_stored(kernel, axis, vector_of(kernel.stores, axis)), ragged)
     if any(s.buffer.type.dtype.size == WIDEST // 2 for s in kernel.stores):  # lanes that store more leave half sectors
         vector = min(vector, 2)
     loads = {
@@ -151,6 +151,20 @@ def _width(kernel: l.Kernel, axis: Any, ragged: int, gpu: Gpu) -> int:
     while vector > 1 and count // vector < (wave if vector * size > WIDEST else wave // 12):
         vector //= 2
     return vector
+
+
+def _as_stored(kernel: l.Kernel, axis: Any, vector: int) -> int:
+    """The widest vector up to this one in which all that is stored lies, if there is one: rows that end amid one, with
+    room behind them, are stored element by element in wider ones, at places that are found by dividing.
+    """
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores if axis in s.free]
+
+    def fits(size: int) -> bool:
+        q, j = Var("$q", ceil(size_of(axis), size)), Var("$j", size)
+        return all(wide(substitute(x, {axis: q * size + j}), j, size) for x in stores)
+
+    known = size_of(axis) % vector == 0 and vector > 1
+    return next((n for n in (8, 4, 2) if n <= vector and fits(n)), vector) if known and stores else vector
 
 
 def grid(size: int, *inner: tuple[str, int]) -> tuple[Factor, ...]:

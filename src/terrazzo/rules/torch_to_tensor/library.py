@@ -205,8 +205,28 @@ def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     assert found is not None
     needed = operations(op.args, _result(op), found.tile)
     types = [x.type for x in _tensors(op.args)]
-    moved = sum(math.prod(y.static_shape) * y.dtype.size for y in (*types, _result(op)))
-    return library.price(found, gpu, needed, moved)
+    moved = sum(_bytes(y) for y in (*types, _result(op)))
+    return library.price(found, gpu, needed, moved) + (_around(op, gpu) if family == "convolution" else 0.0)
+
+
+def _bytes(kind: Type) -> int:
+    return math.prod(kind.static_shape) * kind.dtype.size
+
+
+def _around(op: Any, gpu: Gpu) -> float:
+    """What other kernels take around that of a convolution: those that bring channels of 16 bits to the end and back,
+    where they come first and it is more than a product of pixels, and one that adds the bias.
+    """
+    x, w, bias, stride, padding, _, transposed, *_, groups = op.args
+    out, dtype = _result(op), _kind(op)
+    last = x.type.rank > 2 and x.type.shape[1] != 1 and x.type.element_strides[1] == 1
+    plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
+    found = 0.0
+    if (turned := library.reach("image turned", dtype)) and not last and (transposed or not plain):
+        found += library.price(turned, gpu, 0.0, 2 * (_bytes(x.type) + _bytes(out)))
+    if bias is not None and (added := library.reach("bias", dtype)):
+        found += library.price(added, gpu, 0.0, 2 * _bytes(out))
+    return found
 
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
