@@ -98,8 +98,8 @@ class Gather:
             nonlocal operands, soon
             operands = self.operands(tile, count)
             soon = min((x.place.type.static_shape[0] for x in operands.values()), default=1) - 1
-            for n in range(soon):
-                self.fetch(tile, n, operands)
+            for early in range(soon):
+                self.fetch(tile, early, operands)
 
         def subtile() -> None:
             self.builder.where([count - 1 - soon - c], lambda: self.fetch(tile, c + soon, operands))
@@ -173,15 +173,16 @@ class Gather:
         self.builder.add(k.Move(place, (slot, i * vector), x.buffer, tile.index(x.index, row, column), vector))
 
     def bring(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
-        """Put the rows that were loaded of subtile c where its results will be, for each thread to find its elements."""
+        """Put the rows that were loaded of subtile c where its results will be: there, each thread finds its own."""
         for x, place in ((x, o.place) for x, o in operands.items() if o.rows):
-            vector, slot = WIDEST // x.dtype.size, c % place.type.static_shape[0]
-
-            def put(i: IntExpr, row: IntExpr, column: IntExpr) -> None:
-                self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), place, (slot, i * vector), vector))
-
-            self.pieces(tile, c, vector, put, guarded=False)
+            self.pieces(tile, c, WIDEST // x.dtype.size, partial(self.put_piece, tile, c, place), guarded=False)
             self.sync()
+
+    def put_piece(self, tile: _Tile, c: IntExpr, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr) -> None:
+        """Put the i-th piece that a thread has of the rows of subtile c where its results will be."""
+        vector = WIDEST // place.type.dtype.size
+        slot = c % place.type.static_shape[0]
+        self.builder.add(k.Move(tile.place, self.at(tile, c, row, column), place, (slot, i * vector), vector))
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +322,8 @@ class Gather:
         row, column = p // (width // vector), p % (width // vector) * vector + first
         at = zip((*tile.rows, tile.columns), tile.at(row, column), strict=True)
         ends = [part.axis.extent - 1 - x for part, x in at] if guarded else []
-        self.builder.loops([(i, True)], lambda: self.builder.where([total - 1 - p, *ends], lambda: write(i, row, column)))
+        inside = [total - 1 - p, *ends]
+        self.builder.loops([(i, True)], lambda: self.builder.where(inside, partial(write, i, row, column)))
 
     def whole(self, tile: _Tile, x: l.Load | l.Store, vector: int) -> bool:
         """Whether so many columns lie together in global memory, all of them inside the tensor or none."""

@@ -11,8 +11,8 @@ from terrazzo.ir.types import u32
 
 
 class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
-    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide, or hold
-    elements of the source's type.
+    """ldmatrix: `instruction` names a record of hw.ldmatrix; every lane names a row. Registers are 32 bits wide, or
+    hold elements of the source's type.
     """
 
     writes, together = ("target",), "warp"
@@ -25,7 +25,7 @@ class LoadMatrix(Statement, dialect="kernel", op="load_matrix"):
 
     def check(self) -> None:
         if (kind := self.target.type.dtype) not in (u32, self.source.type.dtype):
-            raise UserError(f"load_matrix: {self.target.name} holds {kind}, neither u32 nor what {self.source.name} has")
+            raise UserError(f"load_matrix: {self.target.name} holds {kind}, neither u32 nor as {self.source.name}")
 
     def functions(self, cluster: int) -> tuple[Function, ...]:
         return (("instruction", self.instruction),)
