@@ -67,3 +67,18 @@ def test_what_pytorch_writes_lies_in_the_operand_wherever_that_begins() -> None:
     assert ours.compiled.fallbacks
     for mine, eager in zip(ours(x, source), f(x, source), strict=True):
         assert (mine - eager).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"), [([64], [65], 0), ([4, 5, 6], [1, 7, 64], 130), ([20, 20], [2, 3], 7)]
+)
+def test_elements_at_strides_of_a_value_are_written(size: list[int], stride: list[int], offset: int) -> None:
+    """A call that counts places from the start of a memory does so in one that holds this value alone."""
+
+    def write(x: Any, source: Any) -> Any:
+        away = x.sum(0)  # lies before the other in memory
+        return torch.as_strided_scatter(x * away, source, size, stride, offset)
+
+    given = torch.randn(64, 64), torch.ones(size)
+    ours = compiled(write, *given)
+    torch.testing.assert_close(ours(*given), write(*given))

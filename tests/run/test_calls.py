@@ -76,18 +76,3 @@ def test_a_launch_goes_through_few_functions_and_encodes_only_what_moved(monkeyp
     prepared(7)
     assert encoded == [1024, 2048, 4096]  # the map of an address that was seen is kept
     assert len(told) == 4 and all(config.hStream == 7 for config, *_ in told)
-
-
-@pytest.mark.parametrize(
-    ("size", "stride", "offset"), [([64], [65], 0), ([4, 5, 6], [1, 7, 64], 130), ([20, 20], [2, 3], 7)]
-)
-def test_elements_at_strides_of_a_value_are_written(size: list[int], stride: list[int], offset: int) -> None:
-    """A call that counts places from the start of a memory does so in one that holds this value alone."""
-
-    def write(x: Any, source: Any) -> Any:
-        away = x.sum(0)  # lies before the other in memory
-        return torch.as_strided_scatter(x * away, source, size, stride, offset)
-
-    given = torch.randn(64, 64), torch.ones(size)
-    ours = terrazzo.compile(write, *given, options={"target": "cpu"})
-    torch.testing.assert_close(ours(*given), write(*given))

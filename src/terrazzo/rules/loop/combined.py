@@ -20,7 +20,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
-from terrazzo.rules.loop.lifetimes import WORTH, in_use
+from terrazzo.rules.loop.lifetimes import WORTH, in_use, reads_of
 from terrazzo.rules.loop_to_tile.apart import products_apart
 
 PASS = "remake"
@@ -171,10 +171,7 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
     """What may be combined before a step, where it saves most there."""
     steps, kept = program.steps, {*program.inputs, *program.results}
     made = {b: n for n, s in enumerate(steps) for b in s.writes}
-    uses: dict[l.Buffer, list[int]] = {}
-    for n, s in enumerate(steps):
-        for b in s.reads:
-            uses.setdefault(b, []).append(n)
+    uses = reads_of(steps)
     names = {s.name for s in steps} | {b.name for b in (*made, *program.inputs)}
     asked: list[tuple[int, Any, int, Any, int, set[l.Buffer]]] = []
     for n, s in enumerate(steps[peak:], peak):

@@ -19,7 +19,7 @@ from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.lifetimes import WORTH, in_use
+from terrazzo.rules.loop.lifetimes import WORTH, Steps, in_use, reads_of
 from terrazzo.rules.loop.remake import storing
 
 PASS = "remake"
@@ -35,7 +35,6 @@ LARGEST = 8
 SAVED = 0.01
 """The part of what is in use there that each of them reads and stores at least."""
 
-Steps = Sequence[l.Kernel | l.Call]
 Group = tuple[l.Store, ...]
 """Stores that stay together."""
 
@@ -172,10 +171,7 @@ def _ways(program: l.Program, peak: int) -> Iterator[_Way]:
     """Programs in which a kernel that reads or stores much of what is in use at a step is several."""
     steps, kept = program.steps, {*program.inputs, *program.results}
     made = {b: n for n, s in enumerate(steps) for b in s.writes}
-    uses: dict[l.Buffer, list[int]] = {}
-    for n, s in enumerate(steps):
-        for b in s.reads:
-            uses.setdefault(b, []).append(n)
+    uses = reads_of(steps)
     alive = {b for b, n in made.items() if b not in kept and n <= peak <= uses.get(b, [n])[-1]}
     least = SAVED * sum(b.type.span for b in alive)
     large: list[tuple[int, int, l.Kernel]] = []

@@ -122,6 +122,15 @@ def _better(program: l.Program, log: Log, pass_name: str, in_place: bool) -> lis
     return found if fired else []
 
 
+def reads_of(steps: Steps) -> dict[l.Buffer, list[int]]:
+    """The numbers of the steps that read a buffer, in order."""
+    found: dict[l.Buffer, list[int]] = {}
+    for n, s in enumerate(steps):
+        for b in s.reads:
+            found.setdefault(b, []).append(n)
+    return found
+
+
 def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None) -> list[int]:
     """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
     these read, as far as their terms allow (or `among` these), and regions where they are ones of.

@@ -150,11 +150,11 @@ class Windows:
             for kernel in mine:
                 axis = self.group.readers[kernel]
                 at = {axis: Var(axis.name, min(self.size, self.group.extent - start)) + start}
-                stored = [(s, self.piece(s, at)) for s in kernel.stores]
-                if any(x is None for _, x in stored) or not self.put(kernel, at, dict(stored)):  # type: ignore[arg-type]
+                stored = {s: x for s in kernel.stores if (x := self.piece(s, at)) is not None}
+                if len(stored) < len(kernel.stores) or not self.put(kernel, at, stored):
                     return None
-                for s, x in stored:
-                    pieces[s].append(x)  # type: ignore[arg-type]
+                for s, x in stored.items():
+                    pieces[s].append(x)
         for s, found in pieces.items():
             d = _knowing(s.index, next(a for k, a in self.group.readers.items() if s in k.stores))[0]
             ends = [at[d] + n[d] for _, (at, n) in found]
