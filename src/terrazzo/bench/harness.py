@@ -161,8 +161,9 @@ def _timing(values: Sequence[float]) -> Timing:
 @contextmanager
 def using(room: Path, alone: bool = False) -> Iterator[None]:
     """The GPU, with others or alone. Who waits at the door lets nobody pass, so that those who share leave it some
-    time.
+    time. The room is made where there is none.
     """
+    room.mkdir(parents=True, exist_ok=True)
     with (room / "gpu").open("a") as inside, (room / "door").open("a") as door:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
