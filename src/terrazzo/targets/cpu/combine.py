@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.types import f32
+from terrazzo.ir.types import bool_, f32
 from terrazzo.targets.terms import Scope, c_type, component, expression, literal, term
 
 Carried = l.Reduce | l.Scan
@@ -40,11 +40,13 @@ def declare(s: n.Loop, scope: Scope, long: bool = False) -> list[str]:
 
 
 def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> list[str]:
-    """An array for each accumulator a loop carries, at its identity: one for each of the lanes that `l` counts."""
+    """An array for each accumulator a loop carries, at its identity: one for each of the lanes that `l` counts. Truths
+    lie in whole numbers: GCC takes no vector for a bool in memory.
+    """
     lines = []
     for r in s.carried:
         for kind, name, value in _identities(r, "lane", scope, long):
-            lines.append(f"alignas(64) {kind} {name}[{lanes}];")
+            lines.append(f"alignas(64) {'i32' if kind == 'bool' else kind} {name}[{lanes}];")
             lines.append(f"std::fill_n({name}, {lanes}, {value});")
         scope.names[r] += "[l]"
     return lines
@@ -72,10 +74,10 @@ def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
     return [*lines, *head, *steps, "  }", "}", *ends]
 
 
-def rounded(s: n.Loop, scope: Scope) -> None:
-    """From here on, a sum that may run along in float64 is read in its type."""
+def settled(s: n.Loop, scope: Scope) -> None:
+    """From here on, what may run along in another type is read in its own."""
     for r in s.carried:
-        if wide(r):
+        if wide(r) or r.dtype is bool_:
             scope.names[r] = f"({c_type(r.dtype)}){scope.names[r]}"
 
 

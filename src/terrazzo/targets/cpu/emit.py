@@ -22,7 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
-from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounded, types
+from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
 from terrazzo.targets.cpu.rows import (
     in_columns,
     is_leaf,
@@ -248,7 +248,7 @@ class _Writer:
         for k, group in enumerate(groups):
             if isinstance(group[0], n.Loop):
                 lines += ["  " + x for x in self.side_by_side(group[0], inner, head, lanes)]
-                rounded(group[0], inner)
+                settled(group[0], inner)
                 continue
             crossing = _crossing(group, [x for j, other in enumerate(groups) if j != k for x in other])
             arrays = {x: inner.fresh("v") for x in crossing}
@@ -326,7 +326,7 @@ class _Writer:
             lanes = 64 if last >= 512 else 16
             return [*self.sums(s, scope, start, end, lanes), *meet(s, lanes, scope)]
         lines = self.sums(s, scope, start, end)
-        rounded(s, scope)
+        settled(s, scope)
         return lines
 
     def sums(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int = 1, most: int = 0) -> list[str]:
@@ -413,7 +413,7 @@ class _Writer:
         ]
         for r, names in outside.items():
             lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
-        rounded(s, scope)
+        settled(s, scope)
         return [*lines, "}"]
 
 
