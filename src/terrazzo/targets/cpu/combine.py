@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
@@ -46,7 +48,7 @@ def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> li
     lines = []
     for r in s.carried:
         for kind, name, value in _identities(r, "lane", scope, long):
-            lines.append(f"alignas(64) {'i32' if kind == 'bool' else kind} {name}[{lanes}];")
+            lines.append(f"alignas(64) {'i32' if _truth(r) else kind} {name}[{lanes}];")
             lines.append(f"std::fill_n({name}, {lanes}, {value});")
         scope.names[r] += "[l]"
     return lines
@@ -74,10 +76,15 @@ def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
     return [*lines, *head, *steps, "  }", "}", *ends]
 
 
+def _truth(r: Carried) -> bool:
+    """Whether it is bools combined by their bits, for which whole numbers do as well."""
+    return r.dtype is bool_ and r.monoid.ufunc in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+
+
 def settled(s: n.Loop, scope: Scope) -> None:
     """From here on, what may run along in another type is read in its own."""
     for r in s.carried:
-        if wide(r) or r.dtype is bool_:
+        if wide(r) or _truth(r):
             scope.names[r] = f"({c_type(r.dtype)}){scope.names[r]}"
 
 
