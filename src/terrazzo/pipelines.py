@@ -63,6 +63,7 @@ from terrazzo.rules.loop.rounded import rounded_weights
 from terrazzo.rules.loop.rounds import sums_inside
 from terrazzo.rules.loop.turned import store_turned
 from terrazzo.rules.loop.views import pass_views
+from terrazzo.rules.loop.wide_sums import wide_sums
 from terrazzo.rules.loop_to_tile import chains, reduced
 from terrazzo.rules.loop_to_tile.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
@@ -246,6 +247,8 @@ PASSES = (
          lambda p, log, o, tried: relax(p, log)),
     Pass("places", "loop", "loop", "products that are the same in every kernel are rounded, whatever is added to them",
          lambda p, log, o, tried: round_scores(round_places(p, log), log)),
+    Pass("wide_sums", "loop", "loop", "a processor adds up float32 in float64, and rounds once",
+         lambda p, log, o, tried: p if target(o.target).gpu else wide_sums(p, log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
          lambda p, log, o, tried: in_order(p, log, "order", target(o.target).gpu is not None)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",

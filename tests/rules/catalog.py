@@ -36,6 +36,7 @@ from terrazzo.rules.loop import (
     remake,
     sooner,
     turned,
+    wide_sums,
 )
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, patches, rows, unpacked, written_out
@@ -158,6 +159,7 @@ CATALOG: dict[str, Rewrite] = {
     ),
     "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
     "places:round_scores": of(places.round_scores, lambda p: places.round_scores(p, Log())),
+    "wide_sums:wide": of(wide_sums.wide_sums, lambda p: wide_sums.wide_sums(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),

@@ -28,6 +28,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], float]] = {
     "running sums of rows": (lambda x: x.T.contiguous().cumsum(1), LONG, 0.0),
     "running sums of columns": (lambda x: x.cumsum(0), LONG, 0.0),
     "running products": (lambda x: (1 + (x - 0.5) / 100).cumprod(0), LONG, 0.0),
+    "running sums of exponentials": (lambda x: (10 * x).T.contiguous().logcumsumexp(1), LONG, 0.0),
+    "variances of few rows": (lambda x: x.view(33, -1).var(0), (330, 100), 100.0),
+    "variances of fewer": (lambda x: x.view(-1, 7).var(1), (280, 70), 0.0),
+    "variances of all, far from zero": (lambda x: x.var(), (64, 1000), 100.0),
     "products of long rows": (lambda x: x.T @ x, LONG, 0.0),
 }  # fmt: skip
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.types import f32
+from terrazzo.ir.types import bool_, f32
 from terrazzo.targets.terms import Scope, c_type, component, expression, literal, term
 
 Carried = l.Reduce | l.Scan
@@ -21,9 +23,11 @@ def types(r: Carried) -> tuple[Any, ...]:
     return found
 
 
-def doubled(r: Carried) -> bool:
-    """Whether it runs along in float64: what a scan in float32 rounds away goes on to all that follows."""
-    return isinstance(r, l.Scan) and r.monoid.name in ("sum", "prod") and r.dtype is f32
+def wide(r: Carried) -> bool:
+    """Whether it adds up float32: short sums of it are, and what adds these up is in float64, so that a long sum is
+    rounded little more often than a short one.
+    """
+    return isinstance(r, l.Reduce) and r.monoid.name == "sum" and r.dtype is f32
 
 
 def accumulators(r: Carried, scope: Scope) -> list[str]:
@@ -32,17 +36,19 @@ def accumulators(r: Carried, scope: Scope) -> list[str]:
     return [name] if r.monoid.width == 1 else [component(name, k) for k in range(r.monoid.width)]
 
 
-def declare(s: n.Loop, scope: Scope) -> list[str]:
+def declare(s: n.Loop, scope: Scope, long: bool = False) -> list[str]:
     """The accumulators a loop carries, at their identities."""
-    return [f"{kind} {name} = {value};" for r in s.carried for kind, name, value in _identities(r, "acc", scope)]
+    return [f"{kind} {name} = {value};" for r in s.carried for kind, name, value in _identities(r, "acc", scope, long)]
 
 
-def declare_lanes(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
-    """An array for each accumulator a loop carries, at its identity: one for each of the lanes that `l` counts."""
+def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> list[str]:
+    """An array for each accumulator a loop carries, at its identity: one for each of the lanes that `l` counts. Truths
+    lie in whole numbers: GCC takes no vector for a bool in memory.
+    """
     lines = []
     for r in s.carried:
-        for kind, name, value in _identities(r, "lane", scope):
-            lines.append(f"alignas(64) {kind} {name}[{lanes}];")
+        for kind, name, value in _identities(r, "lane", scope, long):
+            lines.append(f"alignas(64) {'i32' if _truth(r) else kind} {name}[{lanes}];")
             lines.append(f"std::fill_n({name}, {lanes}, {value});")
         scope.names[r] += "[l]"
     return lines
@@ -50,27 +56,44 @@ def declare_lanes(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
 
 def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
     """Combine the lanes, halves with halves: an order of its own, whatever the width of the machine's vectors."""
-    lines = [
+    lines, steps, ends = [], [], []
+    for r in s.carried:
+        given = accumulators(r, scope)
+        if wide(r):
+            lines += declare_lanes(n.Loop(s.kind, s.axes, (), (r,)), lanes, scope, long=True)
+            (name,) = accumulators(r, scope)
+            lines.append(f"for (int64_t l = 0; l < {lanes}; l++) {name} = {given[0]};")
+            given = [name]
+        steps += ["    " + x for x in accumulate(given, r, [x.replace("[l]", "[l + h]") for x in given], scope)]
+        scope.names[r] = scope.fresh("acc")
+        for kind, name, lane in zip(map(c_type, types(r)), accumulators(r, scope), given, strict=True):
+            ends.append(f"const {kind} {name} = ({kind}){lane.replace('[l]', '[0]')};")
+    head = [
         f"for (int64_t h = {lanes // 2}; h; h /= 2) {{",
         "  #pragma omp simd",
         "  for (int64_t l = 0; l < h; l++) {",
     ]
-    ends = []
+    return [*lines, *head, *steps, "  }", "}", *ends]
+
+
+def _truth(r: Carried) -> bool:
+    """Whether it is bools combined by their bits, for which whole numbers do as well."""
+    return r.dtype is bool_ and r.monoid.ufunc in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+
+
+def settled(s: n.Loop, scope: Scope) -> None:
+    """From here on, what may run along in another type is read in its own."""
     for r in s.carried:
-        names = accumulators(r, scope)
-        lines += ["    " + x for x in accumulate(names, r, [x.replace("[l]", "[l + h]") for x in names], scope)]
-        scope.names[r] = scope.fresh("acc")
-        for kind, name, lane in zip(map(c_type, types(r)), accumulators(r, scope), names, strict=True):
-            ends.append(f"const {kind} {name} = {lane.replace('[l]', '[0]')};")
-    return [*lines, "  }", "}", *ends]
+        if wide(r) or _truth(r):
+            scope.names[r] = f"({c_type(r.dtype)}){scope.names[r]}"
 
 
-def _identities(r: Carried, prefix: str, scope: Scope) -> list[tuple[str, str, str]]:
-    """(C++ type, name, identity) of each accumulator. Names them."""
+def _identities(r: Carried, prefix: str, scope: Scope, long: bool) -> list[tuple[str, str, str]]:
+    """(C++ type, name, identity) of each accumulator; of a long sum, in float64. Names them."""
     scope.names[r] = scope.fresh(prefix)
     given = types(r)
     values = [literal(v, t) for v, t in zip(r.monoid.identity(given), given, strict=True)]
-    kinds = ["double"] if doubled(r) else map(c_type, given)
+    kinds = ["f64"] if long and wide(r) else map(c_type, given)
     return list(zip(kinds, accumulators(r, scope), values, strict=True))
 
 

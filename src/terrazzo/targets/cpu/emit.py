@@ -22,7 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked
-from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, doubled, meet, types
+from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
 from terrazzo.targets.cpu.rows import (
     in_columns,
     is_leaf,
@@ -124,9 +124,6 @@ class _Writer:
                         lines.append(f"{keep[s.term]} = {scope.names[s.term]};")
                 case n.Accumulate():
                     lines += accumulate(accumulators(s.into, scope), s.into, [term(a, scope) for a in s.args], scope)
-                    if doubled(s.into):
-                        text, scope.names[s.into] = scope.names[s.into], scope.fresh("v")
-                        lines.append(f"const {c_type(s.into.dtype)} {scope.names[s.into]} = {text};")
                 case l.Store():
                     place = index(flatten(s.index, s.buffer.type.element_strides), scope)
                     lines.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
@@ -251,6 +248,7 @@ class _Writer:
         for k, group in enumerate(groups):
             if isinstance(group[0], n.Loop):
                 lines += ["  " + x for x in self.side_by_side(group[0], inner, head, lanes)]
+                settled(group[0], inner)
                 continue
             crossing = _crossing(group, [x for j, other in enumerate(groups) if j != k for x in other])
             arrays = {x: inner.fresh("v") for x in crossing}
@@ -296,7 +294,7 @@ class _Writer:
         """Long sums for a block of lanes as sums of shorter ones: of pieces of the first axis, while it is long, and of
         what the other axes are summed over.
         """
-        lines = declare_lanes(s, lanes, scope)
+        lines = declare_lanes(s, lanes, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
         inner = scope.inner()
         if steps > SHORT:
@@ -327,7 +325,9 @@ class _Writer:
         if is_leaf(s) and isinstance(last, int) and last >= 32 and vectorises(s.body):
             lanes = 64 if last >= 512 else 16
             return [*self.sums(s, scope, start, end, lanes), *meet(s, lanes, scope)]
-        return self.sums(s, scope, start, end)
+        lines = self.sums(s, scope, start, end)
+        settled(s, scope)
+        return lines
 
     def sums(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int = 1, most: int = 0) -> list[str]:
         """A reduction, its first axis from `start` to `end`, which are `most` indices at most; in so many lanes, each
@@ -339,7 +339,7 @@ class _Writer:
         steps = -(-math.prod(rest) // lanes)  # within one of them
         if not all(map(_rounds, s.carried)) or count * steps <= SHORT:
             return self.in_order(s, scope, start, end, lanes)
-        lines = declare_lanes(s, lanes, scope) if lanes > 1 else declare(s, scope)
+        lines = declare_lanes(s, lanes, scope, long=True) if lanes > 1 else declare(s, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
         inner = scope.inner()
         short = max(SHORT // steps, 1)  # steps of the first axis that are a short sum
@@ -391,7 +391,7 @@ class _Writer:
 
     def chunked(self, s: n.Loop, scope: Scope) -> list[str]:
         """A reduction in a fixed number of chunks, which threads share, combined in order."""
-        lines = declare(s, scope)
+        lines = declare(s, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
         for r, names in outside.items():
             lines += [f"{c_type(dtype)} {name}_part[{CHUNKS}];" for name, dtype in zip(names, types(r), strict=True)]
@@ -413,6 +413,7 @@ class _Writer:
         ]
         for r, names in outside.items():
             lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
+        settled(s, scope)
         return [*lines, "}"]
 
 
