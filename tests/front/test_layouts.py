@@ -116,5 +116,7 @@ def f(x: f32[3, 4]):
     y: f32[3, 4] @ {strides} = aten.exp.default(x)
     return (y,)
 """
-    with pytest.raises(UserError, match="y cannot lie as f32"):
-        lowering(parse(text), Options(target="cpu"))
+    program = parse(text)
+    with pytest.raises(UserError, match="y cannot lie as f32") as refused:
+        lowering(program, Options(target="cpu"))
+    assert program.results[0] in refused.value.about

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,7 +72,7 @@ CASES: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_lies_between_is_compiled(name: str, graphs: list[list[str]], cache: Path) -> None:
+def test_what_lies_between_is_compiled(name: str, graphs: list[list[str]]) -> None:
     fn, why = CASES[name]
     compiled = torch.compile(fn, backend="terrazzo")
     for sign in (1, -1):
@@ -92,7 +91,7 @@ def test_what_lies_between_is_compiled(name: str, graphs: list[list[str]], cache
     assert len(graphs) > 1 and all(graphs)
 
 
-def test_gradients_go_through_all_of_them(graphs: list[list[str]], cache: Path) -> None:
+def test_gradients_go_through_all_of_them(graphs: list[list[str]]) -> None:
     compiled = torch.compile(branches, backend="terrazzo")
     for sign in (1, -1):
         x = (torch.rand(5, 6) * sign).requires_grad_()
@@ -101,7 +100,7 @@ def test_gradients_go_through_all_of_them(graphs: list[list[str]], cache: Path) 
         torch.testing.assert_close(mine, torch.autograd.grad(branches(x)[:, 0].sum(), x)[0])
 
 
-def test_pytorch_runs_a_graph_of_nothing_else(graphs: list[list[str]], cache: Path) -> None:
+def test_pytorch_runs_a_graph_of_nothing_else(graphs: list[list[str]]) -> None:
     def fn(x: Any) -> Any:
         return x.to(torch.float8_e4m3fn)
 
@@ -110,7 +109,7 @@ def test_pytorch_runs_a_graph_of_nothing_else(graphs: list[list[str]], cache: Pa
     assert found.dtype is torch.float8_e4m3fn and len(graphs) == 1
 
 
-def test_what_is_drawn_again_is_what_was_drawn(graphs: list[list[str]], cache: Path) -> None:
+def test_what_is_drawn_again_is_what_was_drawn(graphs: list[list[str]]) -> None:
     """Checkpoints with dropout: a gradient's segments take turned weights from each other as they were traced."""
     layers = [torch.nn.Linear(8, 8) for _ in range(2)]
 
@@ -131,7 +130,22 @@ def test_what_is_drawn_again_is_what_was_drawn(graphs: list[list[str]], cache: P
     torch.testing.assert_close(found, gradients(fn))
 
 
-def test_checks_come_last(graphs: list[list[str]], cache: Path) -> None:
+def test_a_graph_that_only_checks_still_does(graphs: list[list[str]]) -> None:
+    """Its result is its input, so nothing is computed."""
+
+    def fn(x: Any) -> Any:
+        torch._assert_async(x.sum() > 0, "too small")
+        return x
+
+    compiled = torch.compile(fn, backend="terrazzo")
+    with pytest.warns(RuntimeWarning, match="_assert_async"):
+        compiled(torch.ones(4))
+    assert graphs
+    with pytest.raises(RuntimeError, match="too small"):
+        compiled(-torch.ones(4))
+
+
+def test_checks_come_last(graphs: list[list[str]]) -> None:
     """What F.one_hot is given is checked, between one program and no other one."""
 
     def fn(x: Any, y: Any) -> Any:

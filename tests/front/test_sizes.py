@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ def test_sizes_that_do_not_vary_are_not_told(monkeypatch: pytest.MonkeyPatch) ->
         for n in (2, 3, 2, 3, 2, 3):
             compiled(torch.randn(n, 4))
     assert not [w for w in found if "sizes of the inputs vary" in str(w.message)]
+
+
+def test_no_thread_compiles_while_dynamo_traces_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for a new size is traced in the middle of a call, which replaces functions of PyTorch."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    alone = []
+    specialised = dynamo._specialised
+
+    def traced(*args: Any) -> Any:
+        with ThreadPoolExecutor(1) as another:
+            alone.append(not another.submit(compile_lock.acquire, blocking=False).result())
+        return specialised(*args)
+
+    monkeypatch.setattr(dynamo, "_specialised", traced)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.exp(x) + 1, backend="terrazzo", options={"target": "interpreter"})
+    for n in (2, 3, 4):
+        compiled(torch.randn(n, 4))
+    assert alone == [True, True]
 
 
 def test_kernels_without_the_size_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,11 @@ from pathlib import Path
 import pytest
 
 import terrazzo
+from terrazzo.front.capture import capture
+from terrazzo.interp import loop
+from terrazzo.interp.torch import to_numpy
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -55,3 +60,13 @@ def test_special_values(dtype: str, target: str, tmp_path: Path) -> None:
             if not zero and kind(mine) != kind(right):
                 wrong.append((name, at, mine, right))
     assert not wrong
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_addcdiv_divides_first_on_a_gpu(device: str) -> None:
+    """As eager mode does there, and not on a CPU: the other order overflows."""
+    x, a, b = (torch.tensor([value]) for value in (0.0, 2e38, 4.0))
+    captured = capture(lambda *given: torch.addcdiv(*given, value=2.0), [t.to(device) for t in (x, a, b)])
+    done = lowering(captured.program, Options(target="cpu" if device == "cpu" else "sm_90a"))
+    (found,) = loop.run(done.loop, {b.name: to_numpy(t) for b, t in zip(done.loop.inputs, (x, a, b), strict=True)})
+    assert found.item() == (torch.addcdiv(x, a, b, value=2.0).item() if device == "cpu" else pytest.approx(1e38))

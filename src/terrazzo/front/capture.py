@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
@@ -38,8 +37,6 @@ from terrazzo.ir.show import show
 
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
-_tracing = RLock()
-"""PyTorch traces in one thread at a time: who is traced is known to all its functions."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +302,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
     values are the graph's last results.
     """
     import torch
+    from torch._dynamo.convert_frame import compile_lock
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx import Interpreter
@@ -326,7 +324,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
 
     try:
         with (
-            _tracing,
+            compile_lock,  # PyTorch traces in one thread at a time: who is traced is known to all its functions
             torch.no_grad(),
             attention_by_definition(),
             recurrent_nets_by_definition(definitions()),

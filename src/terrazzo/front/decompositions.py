@@ -5,7 +5,7 @@ Core ATen's table, less the ops we lower ourselves to better terms or with exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -51,6 +51,7 @@ def _table() -> dict[Any, Any]:
     found.update(foreach.decompositions())
     found[aten._linalg_slogdet.default] = _slogdet
     found[aten._linalg_det.default] = _det
+    found[aten.addcdiv.default] = _addcdiv(found[aten.addcdiv.default])
     found[aten._efficientzerotensor.default] = _zeros
     found[aten.fft_fftfreq.default] = _fftfreq
     found[aten.fft_rfftfreq.default] = _rfftfreq
@@ -62,6 +63,13 @@ def _table() -> dict[Any, Any]:
     found.update({op: looking.ctc_loss_backward(op) for op in backward})
     found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
     return one_type.asked(found)
+
+
+def _addcdiv(on_a_processor: Callable[..., Any]) -> Callable[..., Any]:
+    """x + value * a / b, where `value * a` may overflow or vanish on a processor; on a GPU eager mode divides first, as
+    our own rule does.
+    """
+    return lambda x, *args, **kwargs: on_a_processor(x, *args, **kwargs) if x.device.type == "cpu" else NotImplemented
 
 
 def _zeros(size: Any, **kwargs: Any) -> Any:

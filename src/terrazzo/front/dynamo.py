@@ -185,7 +185,7 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     try:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             computed, results = arrange(graph, wanted, views=views)
-            if not computed:
+            if not computed and not any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes):
                 return make_boxed_func(lambda *args: results.make(args, ()))
             output.args = (tuple(computed),)
             program, constants = from_graph(graph, "forward", computed if views else ())
@@ -237,8 +237,13 @@ def _device(graph: Any) -> str:
 
 
 def _by_shape(gm: Any, options: Options) -> Any:
-    """A function that compiles `gm` anew for every set of concrete sizes and shapes it meets."""
+    """A function that compiles `gm` anew for every set of concrete sizes and shapes it meets.
+
+    It holds the lock that Dynamo compiles under: what AOTAutograd traces replaces functions of PyTorch meanwhile, and
+    Dynamo, in another thread, would take these for PyTorch's own.
+    """
     import torch
+    from torch._dynamo.convert_frame import compile_lock
 
     compiled: dict[Any, Any] = {}
 
@@ -248,8 +253,9 @@ def _by_shape(gm: Any, options: Options) -> Any:
         )
         key = (key, _overlaps(args))
         if key not in compiled:
-            with torch._guards.tracing(None):
-                compiled[key] = _specialised(gm, args, options)
+            with compile_lock, torch._guards.tracing(None):
+                if key not in compiled:  # nor has another thread compiled it meanwhile
+                    compiled[key] = _specialised(gm, args, options)
             if len(compiled) == MANY:
                 _vary(key[0], next(iter(compiled))[0])
         return compiled[key](*args)

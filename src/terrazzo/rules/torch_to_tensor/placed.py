@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import UserError, about
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, transform
@@ -39,7 +39,10 @@ def _wanted(result: Any, program: Program) -> Strides:
     strides = result.type.strides
     if strides is not None and dense(result.type).strides is None:
         name = program.names.get(result, "a result")
-        raise UserError(f"{name} cannot lie as {result.type}: a result has no gaps, and no two elements at one place")
+        with about(result):
+            raise UserError(
+                f"{name} cannot lie as {result.type}: a result has no gaps, and no two elements at one place"
+            )
     return strides  # type: ignore[no-any-return]
 
 
