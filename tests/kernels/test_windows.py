@@ -242,6 +242,15 @@ def test_what_a_thread_sums_by_itself_comes_in_vectors() -> None:
         assert max(c.bytes / c.requests for c in moved) == 32 * 16
 
 
+def test_channels_that_a_thread_sums_come_in_vectors() -> None:
+    """Of a pixel whose channels lie side by side a thread loads all at once, and not lane by lane across them."""
+    fn = lambda x, w: F.conv2d(x, w, padding=1)  # noqa: E731
+    found = programs.lowered(fn, (b(2, 32, 33, 33).to(memory_format=LAST), b(1, 32, 3, 3)), "sm_90a")
+    right(found)
+    (kernel,) = found.kernels
+    assert max(s.count for s in k.walk(kernel.body) if isinstance(s, k.Move)) == 32
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_groups_of_few_channels_are_windows(last: bool) -> None:
     """Patches of all groups are nine times the image, and instructions would compute twice as much as is wanted."""

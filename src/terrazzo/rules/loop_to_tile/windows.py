@@ -279,7 +279,7 @@ class _Way:
         most = 0
         for s in self.form.loops:
             loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load)]
-            each = [(self.times(x), 4 // x.dtype.size if self.wide(x) and x.dtype.size < 4 else 1) for x in loads]
+            each = [(self.times(x), max(1, 4 // x.dtype.size) if self.width(x) > 1 else 1) for x in loads]
             most = max(most, sum(-(-times // packed) for times, packed in each))
         return found + most
 
@@ -293,9 +293,21 @@ class _Way:
         """How many values a term has in a thread, for one step of the serial loops."""
         return _places(_directions(term), tuple((a, size) for a, size in self.sizes.items() if a in term.free))
 
-    def wide(self, x: Any) -> bool:
-        """Whether a thread loads all values along the lanes' axis at once."""
-        return self.vector > 1 and at_once(x, self.lane, self.vector)
+    def width(self, x: Any) -> int:
+        """How many values a thread loads or stores at once: those along the lanes' axis, or what it reads in steps that
+        are written out, as a pixel's channels.
+        """
+        if self.vector > 1 and at_once(x, self.lane, self.vector):
+            return self.vector
+        if not isinstance(x, l.Load):
+            return 1
+        moved = {v: found for v, found in _directions(x) if v in self.sizes and found}
+        for a, (number, _) in moved.items():
+            size = self.sizes[a]
+            alone = sum(other == number for other, _ in moved.values()) == 1
+            if a not in self.form.axes and alone and size & size - 1 == 0 and at_once(x, a, size):
+                return min(size, WIDEST // int(x.dtype.size))
+        return 1
 
     @cached_property
     def work(self) -> tuple[float, float]:
@@ -315,11 +327,11 @@ class _Way:
         """Of a term, in so many steps."""
         if isinstance(t, l.Load | l.Store):
             all_ = self.each if isinstance(t, l.Store) else self.times(t)
-            row = self.wide(t)
-            times = serial * all_ / (self.vector if row else 1)
-            guard = GUARD + (self.vector // 2 if row else 0) if getattr(t, "inside", ()) else 1
+            width = self.width(t)
+            guard = GUARD + (width // 2 if width > 1 else 0) if getattr(t, "inside", ()) else 1
             guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
-            return times * (1 + guard), times * lines_of(t, self.lanes, self.vector if row else 1)
+            times = serial * all_ / width
+            return times * (1 + guard), times * lines_of(t, self.lanes, width)
         if isinstance(t, l.Apply):
             return serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), 0.0
         return 0.0, 0.0
