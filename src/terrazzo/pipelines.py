@@ -52,6 +52,7 @@ from terrazzo.rules.loop.lean_parts import lean_parts
 from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
+from terrazzo.rules.loop.on_the_way import factors_made
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.pages import look_up_on_the_way
 from terrazzo.rules.loop.parts import into_parts, parts_of
@@ -170,6 +171,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
     made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
+    made = factors_made(made, log, price, options.materialize)
     made = store_turned(made, log, price)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)

@@ -12,10 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import substitute
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.targets.cuda.emit import emit
+from terrazzo.targets.cuda.pairs import neighbours_first
 
 bf16 = ml_dtypes.bfloat16
 N, K, GROUP = 4096, 4096, 128
@@ -87,6 +92,62 @@ def test_what_is_no_pair_is_written_number_by_number() -> None:
     more = "v2 = f32(v1)", "v3 = sub(v2, f32(0.5))", "v4 = bf16(v3)"
     assert "tz_two" not in loop(*seven, *more, "made[j] = v4")
     assert "tz_two_small" in loop(*seven, *more[:1], "v3 = sub(v2, f32(64.0))", more[2], "made[j] = v4")
+
+
+LONG = """@kernel
+def f(x: i8[256], s: bf16[4]):
+    with launch('y', _grid=1, _warps=1, _resident=1, _reads=[x, s], y=f32[32], z=bf16[256]):
+        raw = registers(i8[8])
+        move(raw[0], x[lane * 8], 8)
+        out = registers(bf16[8])
+        sum0 = registers(f32, f32(0.0))
+        for j in unrolled(8):
+            in0 = s[lane % 4]
+            v0 = f32(in0)
+            v1 = bf16(raw[j])
+            v2 = f32(v1)
+            v3 = mul(v2, v0)
+            v4 = bf16(v3)
+            v5 = f32(v4)
+            v6 = mul(v5, v2)
+            sum0[()] = add(sum0[()], v6)
+            out[j] = v4
+        y[lane] = sum0[()]
+        move(z[lane * 8], out[0], 8)
+    return (y, z)
+"""
+
+
+def test_longer_loops_make_neighbours_first() -> None:
+    """In the same order, with the same results; what is the same in every round is loaded once."""
+    program: Any = parse(LONG)
+    (step,) = program.steps
+    (loop,) = (s for s in step.body if isinstance(s, k.For))
+    found = neighbours_first(loop)
+    assert found is not None
+    again = substitute(program, {loop: k.For(Var("once", 1), tuple(found), True)})
+    given = np.random.default_rng(1)
+    inputs = {"x": given.integers(-128, 128, 256).astype(np.int8), "s": given.normal(size=4).astype(bf16)}
+    for ours, theirs in zip(simulator.run(again, inputs), simulator.run(program, inputs), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    written = emit(step)[1]
+    assert "tz_two_mul(tz_two_signed(" in written and written.count("s_p[") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("unrolled(8)", "serial(8)"),
+        ("v1 = bf16(raw[j])", "v1 = bf16(raw[7 - j])"),
+        ("v4 = bf16(v3)", "v7 = add(v3, f32(0.1))\n            v4 = bf16(v7)"),
+        ("out[j] = v4", "raw[j] = i8(1)"),
+    ],
+)
+def test_longer_loops_without_such_neighbours_are_as_they_were(old: str, new: str) -> None:
+    assert old in LONG
+    (step,) = parse(LONG.replace(old, new)).steps
+    (loop,) = (s for s in step.body if isinstance(s, k.For))
+    assert neighbours_first(loop) is None or "tz_two_mul" not in emit(step)[1]
 
 
 def both(low: Any, high: Any) -> Any:

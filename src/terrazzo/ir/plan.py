@@ -328,7 +328,8 @@ class Result(Line, dialect="plan", op="result"):
     """How a store's values leave: from registers, or through a slab of shared memory, so many columns at a time.
 
     `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread); `by_axes`
-    is as for a stream. Rows may be points of several axes, a `box`.
+    is as for a stream. Rows may be points of several axes, a `box`. A slab that is `turned` has the tile's columns as
+    its rows.
     """
 
     references = {"agent": "agent", "rows": AXIS, "columns": AXIS, "box": AXIS}
@@ -345,6 +346,7 @@ class Result(Line, dialect="plan", op="result"):
     by: str = ""
     by_axes: bool = False
     box: tuple[str, ...] = ()
+    turned: bool = False
 
 
 class Limit(Line, dialect="plan", op="limit"):

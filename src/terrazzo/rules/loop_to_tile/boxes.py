@@ -20,11 +20,12 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads, product
 from terrazzo.rules.access import WIDEST
+from terrazzo.rules.loop_to_tile.leaving import RESULTS
 from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
 from terrazzo.rules.loop_to_tile.warpgroup_tiles import ROWS
-from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, RESULTS, SLOTS, after
+from terrazzo.rules.loop_to_tile.warpgroups import REGISTERS, SLOTS, after
 from terrazzo.rules.loop_to_tile.work import STEP, Work, lasts
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete

@@ -33,9 +33,12 @@ READ, PACKED = 1, 1
 that make it are counted. Not measured.
 """
 PAIRED = 1.5
-"""How many times as fast bytes become bfloat16, of which neighbours are made at once (targets/cuda/pairs.py), results
-included that leave registers one by one: in tiles of 128 x 256 a step of 64 took 110 ns longer with int8 than without
-making anything, in products of 512 to 4096 rows, and one of 64 bytes of two numbers of four bits 155 to 280 (H200).
+"""How many times as fast bytes become bfloat16, of which neighbours are made at once (targets/cuda/pairs.py)."""
+BEHIND = 3.0
+"""How much less of making anything but parts is left where another warpgroup multiplies meanwhile for twice as long or
+longer: it begins what that one leaves, so the less the longer that one takes. In tiles of 128 x 256 a step took some 20
+ns longer with a ReLU, 35 with int8 and 50 to 100 with 64 bytes of two numbers of four bits than without making anything
+(benchmarks/fits/h200-made.json), where all that is made takes 108, 96 and 313.
 """
 MADE_WAVES = 8
 """Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,

@@ -5,7 +5,7 @@ each costs. The model's numbers are those of the machine's record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.concatenated import concatenated, loaded
-from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
+from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
+from terrazzo.rules.loop_to_tile.leaving import RESULTS, leaves, result_rate, result_sites
 from terrazzo.rules.loop_to_tile.making import (
     ALONE,
+    BEHIND,
     MADE,
     MADE_ALONE,
     converted,
@@ -60,8 +61,6 @@ ENOUGH = 5
 longer: Linear(3584, 18944) on 32 rows in bf16 was within 3 % of 36 us with five slots of 256 x 32 x 64, and took 50
 with a sixth, in the memory that results need where they do not leave registers (H200).
 """
-RESULTS = 2
-"""Subtiles of results on their way."""
 PROMOTION = 25.0
 """Nanoseconds for each 64 columns, for waiting for those of a step's products that are promoted together and adding
 them up, where no other warpgroup multiplies meanwhile. Fitted to the same products as `MADE_ALONE`.
@@ -142,8 +141,7 @@ def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
     """
     has, tile = gpu.warpgroups, plan.tile
     assert has is not None
-    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
-    if (_slots(p, tile, gpu) - 2) * step < REACH:
+    if (_slots(p, tile, gpu) - 2) * _multiplied(p, tile, gpu) < REACH:
         tile = replace(tile, split=None)
     return _fetched(p, tile, has) / (tile.m * tile.n)
 
@@ -265,7 +263,7 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
-        rate=_rate(p, tile, has) * tile.parts,
+        rate=result_rate(p, tile, has) * tile.parts,
         least=_least(p, tile, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
@@ -342,9 +340,18 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     if not (promotes(p) or converted(p)):
         return 0.0
     turns = not promotes(p) or tile.groups > 1
-    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k
+    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    if not promotes(p) and tile.groups > 1:
+        longer = _multiplied(p, tile, gpu) - made
+        return max(made / BEHIND, made - max(longer, 0.0))
     alone = PROMOTION * tile.n / 64 * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
-    return alone + made * gpu.processors / (gpu.fma / 2)
+    return alone + made
+
+
+def _multiplied(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds for which a step is multiplied, at the machine's rate."""
+    assert gpu.warpgroups is not None
+    return 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / gpu.warpgroups.rate
 
 
 def _idle(p: Product, tile: Tile, gpu: Gpu) -> float:
@@ -423,7 +430,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     return Schedule(
         p.kernel.name, gpu.arch, tuple(lines), (),
         (*walk, ("roles", (), roles)),
-        (site, *_results(p, t, leaves(p, t))),
+        (site, *result_sites(p, t, leaves(p, t))),
     )  # fmt: skip
 
 
@@ -445,48 +452,3 @@ def _ahead(p: Product, t: Tile, gpu: Gpu) -> Any:
     alone = promotes(p) and not converted(p) and t.split is None and t.share == 1 and not leaves(p, t)
     room = gpu.shared - 2048 - slots * _bytes(p, t) - each
     return axis if alone and slots == 2 and other <= 2 and room >= 0 else None
-
-
-def _results(p: Product, t: Tile, by: str) -> Sequence[Site]:
-    """How stores see the tile."""
-    if not by:
-        stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
-        return (Site(stores, tuple((axis_name(a), Like(p.names[0])) for a in (p.m, p.n))),)
-    width = t.width
-    time = Factor("time", t.n // width, (("ring", RESULTS),))
-    return [
-        Site(
-            (b.name,),
-            ((t.columns.name, (time, Factor("block", width))),),
-            ((b.name, Operand("smem", (("by", by), ("swizzle", swizzled(2 * width))))),),
-        )
-        for b in dict.fromkeys(p.kernel.writes)
-    ]
-
-
-def _rate(p: Product, t: Tile, has: Warpgroups) -> float:
-    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
-    by = leaves(p, t)
-    if not by:
-        return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
-    return has.gathered if by == "tma" else has.rows
-
-
-def leaves(p: Product, t: Tile) -> str:
-    """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
-    rows begin anywhere. Others, and those that run along the tile's rows, leave registers (nothing).
-    """
-    return _leave(p, t.rows, t.m, t.columns, t.width) if t.n >= LEAST else ""
-
-
-@lru_cache(maxsize=4096)
-def _leave(p: Product, rows: Any, m: int, columns: Any, width: int) -> str:
-    if not all(along(s, columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
-        return ""
-    return "tma" if all(_is_box(s, rows, m, columns, width) for s in p.kernel.stores) else "ld"
-
-
-@lru_cache(maxsize=4096)
-def _is_box(store: l.Store, rows: Any, m: int, columns: Any, width: int) -> bool:
-    found = box(store, {rows: m, columns: width})
-    return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)

@@ -8,7 +8,6 @@ from typing import Any
 
 from terrazzo.hw.products import warps
 from terrazzo.hw.transfer import FMA
-from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.plan import (
     EVERYONE,
@@ -44,7 +43,7 @@ from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import freed_late, lags, may_fall_behind, may_take_turns
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
-from terrazzo.rules.tile.results import aligned, combination, jammed, no_boxes
+from terrazzo.rules.tile.results import aligned, combination, height, is_turned, jammed, no_boxes, runs_along
 from terrazzo.rules.tile.rings import (
     brought,
     held_slots,
@@ -358,16 +357,15 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     need((line.rows, line.columns) == (product.m, product.n), f"its rows are {product.m} and its columns {product.n}")
     _same("its box is", line.box, product.box)
     axis = next(a for a in draft.kernel.axes if axis_name(a) == line.columns)
-    along = coefficient(flatten(store.index, store.buffer.type.element_strides), axis) == 1
-    need(along, f"it is not contiguous along {line.columns}")
+    along = line.rows if line.turned else line.columns
+    known = is_turned(draft, product, store) if line.turned else runs_along(store, axis)
+    need(known, f"it is not contiguous along {along}")
     size, length = store.buffer.type.dtype.size, draft.length(axis, tile)
     times = math.prod(f.size for f in draft.schedule.binding(draft.site(line.store), line.columns) if f.level == "time")
     fits = line.width > 0 and length % line.width == 0 and line.width % 8 == 0 and times in (1, length // line.width)
     need(fits, f"{length} columns are no subtiles of {line.width}")
-    need(
-        line.swizzle in (0, line.width * size) and line.swizzle <= 128,
-        f"rows of {line.width * size} bytes are not swizzled by {line.swizzle}",
-    )
+    row = size * (height(draft, product) if line.turned else line.width)
+    need(line.swizzle in (0, row) and line.swizzle <= 128, f"rows of {row} bytes are not swizzled by {line.swizzle}")
     need(line.slots >= 1 and line.pad >= 0, "it has a slot at least, and no negative pad")
     need(line.by in ("ld", "tma"), f"results leave by ld or by tma, not by {line.by!r}")
     need(
@@ -377,6 +375,7 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     need(line.by == "tma" or not line.by_axes, "by_axes is said of boxes")
     if line.by == "tma":
         need(not (why := no_boxes(line, store, draft, product)), why)
+    need(not line.turned or (line.put, line.by) == ("stmatrix", "tma"), "stmatrix turns matrices, which leave by TMA")
     matrices = draft.gpu.number >= 90 and size == 2
     need(
         line.put == "st" or (line.put == "stmatrix" and matrices),

@@ -117,11 +117,11 @@ def _side_by_side(draft: Draft, p: Product, axis: str, size: int) -> bool:
 def _result(plan: Plan, r: Result) -> Convert:
     """How a store's values come from the sums' registers to its slab: as many matrices at once as there are."""
     product = next(p for p in reversed(plan.all(Product)) if matrix(p.on) is not None)
-    return _put(r.store, r.slab, product, r.put)
+    return _put(r.store, r.slab, product, r.put, "m" if r.turned else "n")
 
 
-def _put(value: str, slab: str, product: Product, put: str) -> Convert:
-    """How what a product sums comes to a slab whose rows run along its columns."""
+def _put(value: str, slab: str, product: Product, put: str, along: str = "n") -> Convert:
+    """How what a product sums comes to a slab whose rows run along its columns, or along its rows (m)."""
     instruction = matrix(product.on)
     assert instruction is not None
     layout = instruction.d.layout
@@ -129,7 +129,7 @@ def _put(value: str, slab: str, product: Product, put: str) -> Convert:
         return Convert(value, slab, "st", str(_part(layout, 1)))
     for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
         some = _part(layout, move.count.bit_length())
-        if move.store and move.rows(some, "n") is not None:
+        if move.store and move.rows(some, along) is not None:
             return Convert(value, slab, move.name, str(some))
     need(False, f"{value}: no matrices are made of what {product.on} sums")
     raise AssertionError

@@ -13,6 +13,7 @@ from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.plan import STORED, Convert, Plan, Product, Result, Stage, Stream
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.handed import COPIES, REGISTERS, SIZE, handed
+from terrazzo.rules.tile.results import height
 from terrazzo.rules.tile.rings import axis_called, brought, operand_text
 
 LAYOUT = {
@@ -55,7 +56,9 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
     for r in plan.all(Result):
         if r.slab:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)
-            yield "swizzle", f"{r.slab}: {r.put} writes {_pieces(r.width * size, r.pad * size, r.swizzle)}"
+            product = next(p for p in plan.all(Product) if p.n == r.columns)
+            row = size * (height(draft, product) if r.turned else r.width)
+            yield "swizzle", f"{r.slab}: {r.put} writes {_pieces(row, r.pad * size, r.swizzle)}"
 
 
 def _pieces(row: int, pad: int, swizzle: int) -> str:

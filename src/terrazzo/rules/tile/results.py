@@ -60,53 +60,79 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
         f"{name}: warps share the steps of {product.sites[0]}, whose sums meet: results leave from registers then",
     )
     columns = next(a for a in draft.kernel.axes if axis_name(a) == product.n)
+    turned = is_turned(draft, product, s)
     need(
-        coefficient(flatten(s.index, s.buffer.type.element_strides), columns) == 1,
-        f"{name} is not contiguous along {product.n}, whose values lie side by side in registers",
+        turned or runs_along(s, columns),
+        f"{name} is contiguous along neither {product.n}, whose values lie side by side in registers, nor {product.m}",
     )
     times = [f for f in draft.schedule.binding(site, product.n) if f.level == "time"]
     length = draft.length(columns, draft.site(product.sites[0]))
     (swizzle, pad), by = draft.spread(name, options), options.get("by", "ld")
-    width = _width(draft, site, s, columns, length)
+    width = length // math.prod(f.size for f in times) if turned else _width(draft, site, s, columns, length)
+    row = (height(draft, product) if turned else width) * size
     if swizzle is None:
-        swizzle = width * size if swizzled(width * size) == width * size else 0
+        swizzle = row if swizzled(row) == row else 0
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
-    need(
-        not swizzle or width * size == swizzle,
-        f"{name}: a subtile is {width * size} bytes wide, and the swizzle {swizzle}",
-    )
+    need(not swizzle or row == swizzle, f"{name}: a subtile is {row} bytes wide, and the swizzle {swizzle}")
     need(by in ("ld", "tma"), f"{name} leaves by ld or by tma, not by {by}")
     need(by == "ld" or draft.gpu.number >= 90, f"{name}: there is no TMA on {draft.gpu.arch}")
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
     slots = max([1, *(v for f in times if isinstance(v := draft.option(f, "ring", 1), int))])
     put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
-    boxes = box(s, parts(draft, product, width)) if by == "tma" else ""
+    need(
+        not turned or (put == "stmatrix" and by == "tma"),
+        f"{name} is contiguous along {product.m}: matrices are turned by stmatrix, and leave by TMA",
+    )
+    boxes = box(s, parts(draft, product, width, turned)) if by == "tma" else ""
     by_axes = not isinstance(boxes, str) and boxes.by_axes
-    args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box)
+    args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box, turned)
     line = Result(name, agent, f"{name}_s", *args)
     why = no_boxes(line, s, draft, product) if by == "tma" else ""
     need(not why, f"{name}: {why}")
     return line
 
 
-def parts(draft: Draft, product: Product, width: int) -> dict[Any, int]:
-    """What a subtile of so many columns has of the axes of a product's tile, columns last."""
+def runs_along(store: l.Store, axis: Any) -> bool:
+    """Whether a store goes along an axis where memory does."""
+    return coefficient(flatten(store.index, store.buffer.type.element_strides), axis) == 1
+
+
+def is_turned(draft: Draft, product: Product, store: l.Store) -> bool:
+    """Whether a store's memory runs along the rows of a product's tile, and not along its columns."""
+    named = {axis_name(a): a for a in draft.kernel.axes}
+    if product.box or runs_along(store, named[product.n]):
+        return False
+    return runs_along(store, named[product.m])
+
+
+def height(draft: Draft, product: Product) -> int:
+    """Rows of a product's tile that a warpgroup has, or all warps."""
+    site = draft.site(product.sites[0])
+    rows = next(a for a in draft.kernel.axes if axis_name(a) == product.m)
+    groups = math.prod(f.size for f in draft.binding(rows, site) if f.level == "warpgroup")
+    return draft.length(rows, site) // groups
+
+
+def parts(draft: Draft, product: Product, width: int, turned: bool = False) -> dict[Any, int]:
+    """What a subtile of so many columns has of the axes of a product's tile, columns last, or first where `turned`."""
     site, named = draft.site(product.sites[0]), {axis_name(a): a for a in draft.kernel.axes}
+    if turned:
+        return {named[product.n]: width, named[product.m]: height(draft, product)}
     rows = {named[x]: draft.length(named[x], site) for x in product.box or (product.m,)}
     return {**rows, named[product.n]: width}
 
 
 def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> str:
     """Why the subtiles of a store are no boxes that TMA takes away, or nothing."""
-    sizes = parts(draft, product, line.width)
+    sizes = parts(draft, product, line.width, line.turned)
     found = box(store, sizes, line.by_axes)
     if isinstance(found, str):
         return found
-    *_, columns = sizes
+    *_, inner = sizes
     if [a for a in found.along if a is not None] != [a for a in sizes if a in found.along]:
         return "its rows and columns are not in the order of the tensor's dimensions, which TMA keeps"
-    begins = substitute(found.place.index[-1], {columns: 0})
-    if found.along[-1] is not columns or not divides(WIDEST // store.buffer.type.dtype.size, begins):
+    begins = substitute(found.place.index[-1], {inner: 0})
+    if found.along[-1] is not inner or not divides(WIDEST // store.buffer.type.dtype.size, begins):
         return "its boxes do not begin at multiples of 16 bytes"
     return tma.problem(found.place.tensor, found.sides, line.swizzle)
 

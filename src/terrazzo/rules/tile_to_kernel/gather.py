@@ -1,4 +1,6 @@
-"""Results on their way through shared memory: fragments are put there by columns, and leave in whole rows."""
+"""Results on their way through shared memory: fragments are put there by columns, and leave in whole rows, or in whole
+columns where memory runs along these (`turned`).
+"""
 
 from __future__ import annotations
 
@@ -145,6 +147,7 @@ class Gather:
         move = _way(next(c for c in self.bindings.plan.all(Convert) if c.to == tile.line.slab))[1]
         known = all(p.axis in x.free for p in tile.rows)
         boxes = tile.line.by == "tma" and move is not None and tile.line.width * dtype.size % WIDEST == 0
+        boxes = boxes and not tile.line.turned
         return known and boxes and x.dtype is dtype and self.whole(tile, x, WIDEST // dtype.size)
 
     def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
@@ -244,11 +247,13 @@ class Gather:
 
     def at(self, tile: _Tile, c: IntExpr, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
         """The place of an element of the tile."""
+        wave, width = self.bindings.wave, tile.line.width
         if at_once(tile.columns):
-            return (self.bindings.place, column // tile.line.width, row, column % tile.line.width)
-        wave = self.bindings.wave  # slots go on from tile to tile
-        number = c if wave is None else wave * (tile.length(tile.columns) // tile.line.width) + c
-        return (self.bindings.place, number % tile.line.slots, row, column - c * tile.line.width)
+            slot, column = column // width, column % width
+        else:  # slots go on from tile to tile
+            number = c if wave is None else wave * (tile.length(tile.columns) // width) + c
+            slot, column = number % tile.line.slots, column - c * width
+        return (self.bindings.place, slot, *((column, row) if tile.line.turned else (row, column)))
 
     def value(
         self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr, known: Mapping[l.Load, l.Load]
@@ -417,7 +422,7 @@ def _way(line: Convert) -> tuple[int, ldmatrix.MatrixMove | None, Layout, tuple[
     """
     layout = Layout.parse(line.layout)
     move = ldmatrix.MOVES.get(line.by)
-    return 1 << layout.bits("reg"), move, layout, (move.rows(layout, "n") or ()) if move else ()
+    return 1 << layout.bits("reg"), move, layout, (move.rows(layout) or ()) if move else ()
 
 
 def at_once(columns: Part) -> bool:
@@ -432,7 +437,8 @@ def result_place(builder: Builder, line: Result, store: l.Store, groups: int, fr
         math.prod(d.size for p in ps for d in p.digits if d.level != "warpgroup") for ps in (rows, (columns,))
     )
     slots = width // line.width if at_once(columns) else line.slots
-    row = line.width + line.pad
-    strides = (slots * height * row, height * row, row, 1)
-    kind = Type(store.buffer.type.dtype, (groups, slots, height, line.width), strides if line.pad else None)
+    down, across = (line.width, height) if line.turned else (height, line.width)
+    row = across + line.pad
+    strides = (slots * down * row, down * row, row, 1)
+    kind = Type(store.buffer.type.dtype, (groups, slots, down, across), strides if line.pad else None)
     return builder.memory(line.slab, kind, line.swizzle)

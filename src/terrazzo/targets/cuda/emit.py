@@ -21,7 +21,7 @@ from terrazzo.ir.ranges import Range, span, stays
 from terrazzo.ir.types import DType, f32
 from terrazzo.targets.cuda.alike import TEAM, alike
 from terrazzo.targets.cuda.counting import counters
-from terrazzo.targets.cuda.pairs import pairs
+from terrazzo.targets.cuda.pairs import neighbours_first, pairs
 from terrazzo.targets.cuda.settle import settled
 from terrazzo.targets.cuda.short import Short
 from terrazzo.targets.names import Names, comment, identifier, words
@@ -259,6 +259,8 @@ class _Writer:
         """A loop, with what it counts along; or what its two rounds compute together."""
         if (both := pairs(s, self.term, self.element)) is not None:
             return both
+        if (apart := neighbours_first(s)) is not None:
+            return self.statements(apart, "")
         outer, end = dict(self.scope.names), s.axis.extent
         steps = index(end, self.scope)
         counted = [(c, index(c.first % c.base, self.scope), index(c.first // c.base, self.scope)) for c in counters(s)]

@@ -14,9 +14,9 @@ from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.ir.types import bf16, f32, i8, u8
+from terrazzo.ir.types import Type, bf16, f32, i8, u8
 
 SMALL = 128
 """Whole numbers below have their bits in the lower half of a bf16 that is so much larger."""
@@ -90,6 +90,83 @@ def pairs(loop: k.For, term: Text, element: Callable[[Any, Any], str]) -> list[s
             case _:
                 return None
     return lines if work.reads else None
+
+
+def neighbours_first(loop: k.For) -> list[Node] | None:
+    """The statements of a longer loop whose rounds make numbers of bf16 of bytes: two rounds after the other, of which
+    a loop makes these numbers first, as `pairs` does, and another one has the rest. None where there are none.
+    """
+    count = loop.axis.extent
+    if not isinstance(count, int) or not loop.unrolled or count % 2 or count < 4:
+        return None
+    if not all(isinstance(s, k.Let | l.Store) for s in loop.body):
+        return None
+    pair, j, again = (Var(f"{loop.axis.name}{x}", n) for x, n in (("p", count // 2), ("j", 2), ("h", 2)))
+    lets = {s.value: s for s in loop.body if isinstance(s, k.Let)}
+    same = _the_same(loop, lets)
+    moved = [substitute(s, {loop.axis: pair * 2 + j}) for s in loop.body if s not in same]
+    work = _Work(k.For(j, tuple(moved), True), str)
+    for s in moved:
+        if isinstance(s, k.Let) and (found := work.of(s.term)) is not None:
+            work.known[s.value] = found
+    made = _frontier(loop, lets, work.known)
+    if not work.reads or not made:
+        return None
+    places = {x: k.Registers(f"{loop.axis.name}two{n}", Type(bf16, (2,))) for n, x in enumerate(made)}
+    before, stored = _needed(moved, made), {s.buffer for s in loop.body if isinstance(s, l.Store)}
+    if any(isinstance(x, l.Load) and x.buffer in stored for x in topological(before)):
+        return None
+    first = [*before, *(l.Store(place, (j,), x) for x, place in places.items())]
+    halves: dict[Any, Any] = {x: l.Load(place, (again,)) for x, place in places.items()}
+    rest = [s for s in loop.body if s not in same and not (isinstance(s, k.Let) and s.value in places)]
+    rest = [substitute(s, {**halves, loop.axis: pair * 2 + again}) for s in rest]
+    later = _needed(rest, [s for s in rest if isinstance(s, l.Store)])
+    both = (k.For(j, tuple(first), True), k.For(again, tuple(later), True))
+    return [*same, k.For(pair, (*map(k.Declare, places.values()), *both), True)]
+
+
+def _the_same(loop: k.For, lets: dict[Any, k.Let]) -> list[k.Let]:
+    """What is the same in every round, conversions aside: it depends on no round, nor on what one stores."""
+    stored = {s.buffer for s in loop.body if isinstance(s, l.Store)}
+    found: dict[Any, k.Let] = {}
+    for value, s in lets.items():
+        terms = topological([s.term])
+        others = any(x in lets and x not in found for x in terms)
+        others = others or (isinstance(s.term, l.Apply) and is_cast(s.term.fn))
+        if not (loop.axis in terms or others or any(isinstance(x, l.Load) and x.buffer in stored for x in terms)):
+            found[value] = s
+    return list(found.values())
+
+
+def _frontier(loop: k.For, lets: dict[Any, k.Let], known: dict[Node, Any]) -> list[Any]:
+    """The numbers of bf16 that are `known` of both rounds, and that are used by what is not."""
+    known = dict(known)
+    while True:
+        used: dict[Any, None] = {}
+        for s in loop.body:
+            if not (isinstance(s, k.Let) and s.value in known):
+                used |= dict.fromkeys(x for x in topological([s]) if x in known)
+        found = {x: _rounded(x, lets[x].term, known) for x in used}
+        if None not in found.values():
+            return list(dict.fromkeys(found.values()))
+        known = {x: y for x, y in known.items() if found.get(x, x) is not None}
+
+
+def _rounded(x: Any, term: Any, known: dict[Node, Any]) -> Any:
+    """A number itself, or what it was before it was converted to f32, if that is one of bf16; None if it is not."""
+    (of,) = term.args if x.dtype is f32 and is_cast(term.fn) else (x,)
+    return of if of in known and of.dtype is bf16 and isinstance(known[of], _Two | _Small) else None
+
+
+def _needed(body: list[Any], roots: list[Any]) -> list[Any]:
+    """Those of some statements that something is made of, in order."""
+    wanted = set(topological(roots))
+    kept: list[Any] = []
+    for s in reversed(body):
+        if s in wanted or (isinstance(s, k.Let) and s.value in wanted):
+            kept.append(s)
+            wanted |= set(topological(s.children))
+    return kept[::-1]
 
 
 class _Work:
