@@ -23,22 +23,23 @@ MADE_ALONE = 24
 """The same where a warpgroup has no other to take turns with, or waits for its first factor. Fitted to 36 schedules in
 tiles of 64 rows (benchmarks/fits/h200-parts-few.json), which are 6 % off in the middle.
 """
-ALONE = 3.35
-"""How many times as long a warpgroup that is alone makes anything else, while nothing is multiplied, unless it waits
-for memory anyway: int8 weights of 512 x 3584 x 18944 in tiles of 64 x 256 took 198 us (H200, at c7168f7), where 145
-were expected without this.
-"""
 READ, PACKED = 1, 1
 """Instructions in which a thread reads an element that factors are made of, and packs one with its neighbour. Those
 that make it are counted. Not measured.
 """
 PAIRED = 1.5
 """How many times as fast bytes become bfloat16, of which neighbours are made at once (targets/cuda/pairs.py)."""
+BEFORE = 230.0
+"""Nanoseconds for which a warpgroup that makes anything but parts multiplies nothing in a step, besides those in which
+it makes it: it waits for its slab, for what it loads of it, and for its products. So long another one multiplies, for
+half of a step; in tiles of 128 x 256 that is as long. Fitted to a ReLU, int8 and int4 before 512 x 3584 x 18944, in
+tiles of 128 rows and 96 to 256 columns (benchmarks/fits/h200-made.json); in those of 64 x 256, whose warpgroup is
+alone, int8 took 198 us, and takes 190 by this.
+"""
 BEHIND = 3.0
-"""How much less of making anything but parts is left where another warpgroup multiplies meanwhile for twice as long or
-longer: it begins what that one leaves, so the less the longer that one takes. In tiles of 128 x 256 a step took some 20
-ns longer with a ReLU, 35 with int8 and 50 to 100 with 64 bytes of two numbers of four bits than without making anything
-(benchmarks/fits/h200-made.json), where all that is made takes 108, 96 and 313.
+"""How much less of the instructions that make it is left where another warpgroup multiplies meanwhile. In tiles of
+128 x 256 a ReLU takes 10 to 20 ns of a step, int8 35, and 64 bytes of two numbers of four bits 50 to 100, where what
+makes them takes 108, 96 and 313 (the same schedules).
 """
 MADE_WAVES = 8
 """Tiles for each processor that products are cut into which make a factor: it is that of the rows, which come in many,

@@ -20,7 +20,7 @@ from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.leaving import RESULTS, leaves, result_rate, result_sites
 from terrazzo.rules.loop_to_tile.making import (
-    ALONE,
+    BEFORE,
     BEHIND,
     MADE,
     MADE_ALONE,
@@ -141,7 +141,8 @@ def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
     """
     has, tile = gpu.warpgroups, plan.tile
     assert has is not None
-    if (_slots(p, tile, gpu) - 2) * _multiplied(p, tile, gpu) < REACH:
+    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
+    if (_slots(p, tile, gpu) - 2) * step < REACH:
         tile = replace(tile, split=None)
     return _fetched(p, tile, has) / (tile.m * tile.n)
 
@@ -272,7 +273,8 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
-        idle=_idle(p, tile, gpu),
+        made=_made(p, tile, gpu),
+        alone=tile.groups == 1,
         turns=tile.turns,
     )  # fmt: skip
 
@@ -339,26 +341,19 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
     """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
     if not (promotes(p) or converted(p)):
         return 0.0
-    turns = not promotes(p) or tile.groups > 1
-    made = making(p) * (1 if turns else MADE_ALONE / MADE) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
-    if not promotes(p) and tile.groups > 1:
-        longer = _multiplied(p, tile, gpu) - made
-        return max(made / BEHIND, made - max(longer, 0.0))
-    alone = PROMOTION * tile.n / 64 * _promotions(p, tile) if promotes(p) and tile.groups == 1 else 0.0
-    return alone + made
+    made = making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    if not promotes(p):
+        return made / BEHIND if tile.groups > 1 else 0.0
+    if tile.groups > 1:
+        return made
+    return PROMOTION * tile.n / 64 * _promotions(p, tile) + made * MADE_ALONE / MADE
 
 
-def _multiplied(p: Product, tile: Tile, gpu: Gpu) -> float:
-    """Nanoseconds for which a step is multiplied, at the machine's rate."""
-    assert gpu.warpgroups is not None
-    return 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / gpu.warpgroups.rate
-
-
-def _idle(p: Product, tile: Tile, gpu: Gpu) -> float:
-    """Nanoseconds of a step in which a warpgroup that is alone makes factors, and nothing is multiplied."""
-    if promotes(p) or tile.groups > 1 or not converted(p):
+def _made(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step in which a warpgroup makes factors other than parts, and waits, before it multiplies."""
+    if promotes(p) or not converted(p):
         return 0.0
-    return (ALONE - 1) * making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    return BEFORE + making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:

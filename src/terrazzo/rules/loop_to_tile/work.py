@@ -35,9 +35,10 @@ class Work(NamedTuple):
     many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
     takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
     `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
-    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. Nothing
-    is multiplied for `idle` nanoseconds of a step. Where warpgroups take `turns`, one computes and stores the results
-    of a tile while another multiplies, which hides so much of it.
+    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. A warpgroup
+    makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
+    for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
+    tile while another multiplies, which hides so much of it.
     """
 
     m: int
@@ -59,7 +60,8 @@ class Work(NamedTuple):
     shared: bool = False
     parts: bool = False
     wide: int = 0
-    idle: float = 0.0
+    made: float = 0.0
+    alone: bool = False
     turns: bool = False
     hidden: float = HIDDEN
 
@@ -82,7 +84,8 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
-    arithmetic = each * gpu.processors * (wide + start) / wide / rate + work.idle
+    arithmetic = each * gpu.processors * (wide + start) / wide / rate
+    multiplying = arithmetic if work.alone else arithmetic / 2
     alone = work.fetched / has.shared
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
@@ -94,7 +97,8 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         waited = has.latency
         if work.parts:
             waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
-        step = max(arithmetic, fetched, waited / slots, has.crowd * readers) + has.step + extra
+        making = work.made + multiplying if work.made else 0.0
+        step = max(arithmetic, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         found = has.fill + beside
