@@ -60,7 +60,7 @@ class Options:
     tune         on a GPU, seconds that may be spent on measuring schedules for kernels of which none were measured yet.
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
-    threads      threads a compiled kernel may use; None leaves it to OpenMP.
+    threads      threads a compiled kernel may use; None takes as many as PyTorch uses.
     cache_dir    where compiled kernels are kept between runs.
     cache_limit  size in bytes above which the kernels unused for longest are dropped.
     compiler     the C++ compiler's command; None looks for one.

@@ -19,6 +19,7 @@ import typer
 from terrazzo.cli.output import as_json, columns, say
 from terrazzo.cli.request import Json
 from terrazzo.errors import TerrazzoError
+from terrazzo.run.processors import processors
 
 if TYPE_CHECKING:
     from terrazzo.run.cache import Cache
@@ -61,8 +62,7 @@ def examine() -> Iterator[Finding]:
     yield _package("torch", "`pip install torch`: without it nothing is captured", needed=True)
     yield _package("transformers", "`pip install 'terrazzo[hf]'`: without it no model of Hugging Face is loaded")
     yield from _compiler()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", f"{cores} usable of {os.cpu_count()}")
+    yield Finding("cores", f"{processors()} usable of {os.cpu_count()}")
     yield from _gpu()
 
 

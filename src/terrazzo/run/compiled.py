@@ -256,7 +256,7 @@ def compile_program(
                 "install one, for example with `apt install g++` or `pip install ziglang`"
             )
             return interpreted(_lowering(program, options), bound)
-        machine = Cpu(compiler, options.threads or _threads())
+        machine = Cpu(compiler, options.threads)
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
     key = plan_key(program, options, machine.key(cache))
@@ -279,12 +279,6 @@ def resolved(options: Options, device: str) -> Options:
     import torch
 
     return replace(options, target=architecture(torch.device(device).index or 0))
-
-
-def _threads() -> int:
-    import torch
-
-    return int(torch.get_num_threads())
 
 
 def _load(

@@ -28,6 +28,7 @@ from terrazzo.errors import CompilerBug, Limitation, UserError
 from terrazzo.options import Options
 from terrazzo.progress import at
 from terrazzo.run.cache import Cache, digest
+from terrazzo.run.processors import processors
 
 # No flag here lets the compiler reassociate or drop an infinity or a NaN: results must not depend on it.
 _COMMON = (
@@ -267,7 +268,7 @@ def _build_all(compiler: Compiler, sources: dict[str, str]) -> Generator[tuple[s
     When the caller gives up, be it on an error or on Ctrl-C, the compilers that still run are ended.
     """
     builds = _Builds(_BUILDS)
-    with ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-compile") as pool:
+    with ThreadPoolExecutor(processors(), "terrazzo-compile") as pool:
         try:
             futures = {pool.submit(builds.build, compiler, source): key for key, source in sources.items()}
             for future in as_completed(futures):

@@ -16,6 +16,7 @@ from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import Compiler, compile_all
 from terrazzo.run.plan import Entry, Plan, Step
+from terrazzo.run.processors import team
 
 if TYPE_CHECKING:
     from terrazzo.pipelines import Lowering
@@ -43,7 +44,7 @@ class Cpu:
     """The processor as a place where plans run."""
 
     compiler: Compiler
-    threads: int
+    threads: int | None  # that a kernel may have; None for as many as PyTorch uses
     device: str = "cpu"
     suffix: str = SUFFIX
     processors: int = 0  # that kernels share: each has all of them
@@ -117,7 +118,7 @@ class Cpu:
         """What runs a step, given the array that will hold its addresses."""
 
         def run(_: int) -> None:
-            problems = function(addresses, self.threads)
+            problems = function(addresses, team(self.threads))
             if problems:
                 with about(step.label):
                     _refuse(problems, f"kernel {step.label} ({step.source})")

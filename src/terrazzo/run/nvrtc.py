@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -22,6 +21,7 @@ from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.run import limit
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.measured import Measured
+from terrazzo.run.processors import processors
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ _begun: dict[tuple[str, str, str], Future[Made]] = {}
 
 @once
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, "terrazzo-nvrtc")
+    return ThreadPoolExecutor(processors(), "terrazzo-nvrtc")
 
 
 def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
@@ -130,7 +130,7 @@ def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
 
 def idle() -> bool:
     """Whether there are processors for which nothing waits to be compiled."""
-    return sum(not x.done() for x in list(_begun.values())) < (os.cpu_count() or 1)
+    return sum(not x.done() for x in list(_begun.values())) < processors()
 
 
 @contextmanager

@@ -29,17 +29,17 @@ class Rates:
 
     byte: one byte of memory traffic; op: one simple vectorised operation on one element; serial: one combination of a
     monoid that does not vectorise; fma: one multiply-add of a contraction the target blocks; mixed: one in a kernel
-    that also reduces in other ways, so that it is not blocked; load: one element from cache; step: one step of a
-    reduction that each thread does by itself, since others around it are shared; launch: one kernel. Where there are
-    matrix instructions, `matrix` are the types of their operands, and tensor is a multiply-add of theirs; with `boxes`
-    they take what is padded with zeros on its way.
+    that also reduces in other ways, or has other products, so that it is not blocked; load: one element from cache;
+    step: one step of a reduction that each thread does by itself, since others around it are shared; launch: one
+    kernel. Where there are matrix instructions, `matrix` are the types of their operands, and tensor is a multiply-add
+    of theirs; with `boxes` they take what is padded with zeros on its way.
     """
 
     byte: float = 0.05
     op: float = 0.03
     serial: float = 1.0
     fma: float = 0.012
-    mixed: float = 0.012
+    mixed: float = 0.2
     load: float = 0.02
     step: float = 0.0
     launch: float = 3000.0
@@ -59,11 +59,19 @@ def cost(kernel: l.Kernel, rates: Rates, as_it_is: bool = False) -> float:
     if rates.matrix:
         every = found.contractions.values() if found.everywhere and not _astray(found) else ()
         tiled = {c.reduce: c for c in every if _once(kernel, c) and _boxes(kernel, c, as_it_is)}
-    fma = rates.fma if len(tiled) == len(reductions) and len(steps) < 2 else rates.mixed
-    bill = _Bill(rates, fma, tiled)
+    blocked = len(tiled) == len(reductions) and len(steps) < 2 and (rates.matrix or _blocked(found))
+    bill = _Bill(rates, rates.fma if blocked else rates.mixed, tiled)
     bill.walk(n.nest(kernel), 1)
     traffic = sum(min(count, _count(b.type.numel)) * b.type.dtype.size for b, count in bill.touched.items())
     return rates.launch + bill.work + traffic * rates.byte
+
+
+def _blocked(found: Sites) -> bool:
+    """Whether a processor blocks sums of products: those with a tile in common. One that has none is walked in any
+    case; beside others it keeps them from theirs.
+    """
+    axes, alone = found.kernel.axes, len(found.contractions) < 2
+    return found.everywhere and found.one_chain and (alone or any(found.sides(a, b) for a in axes for b in axes))
 
 
 def on_matrix(r: Any, rates: Rates) -> bool:

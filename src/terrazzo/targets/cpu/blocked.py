@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction
+from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
@@ -182,7 +182,7 @@ class _Blocked:
 
     def panel(self, site: Site) -> list[str]:
         """The second factor at [k0 + k][n0 + j], into panel[k][j]; 0 beyond the last column."""
-        load = site.right
+        load = operand(site.right)
         if isinstance(load, l.Load) and not load.inside and not _gathers(load):
             offset = flatten(load.index, load.buffer.type.element_strides)
             along_n = coefficient(offset, self.column)

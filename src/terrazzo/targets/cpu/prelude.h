@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 using u8 = uint8_t;
 using u16 = uint16_t;
@@ -181,26 +182,53 @@ template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak
   for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
 }
-// panel[k][j] = w[j * stride + k]: a transposition, in squares of one vector.
-template <class T> static inline void tz_pack_transposed(const T* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
+// Two vectors in blocks of H lanes: the even blocks of both, or the odd ones.
+template <int H, bool odd, class V, size_t... I> TZ V tz_blocks(V a, V b, std::index_sequence<I...>) {
+  constexpr int L = sizeof...(I);
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (int)(I & H ? L + (I & ~(size_t)H) + odd * H : I + odd * H)...);
+#else
+  return V{(I & H ? b[(I & ~(size_t)H) + odd * H] : a[I + odd * H])...};
+#endif
+}
+// A square of L vectors, transposed: its quarters, then the quarters of these.
+template <int H, class V, int L> TZ void tz_turn(V (&x)[L]) {
+  if constexpr (H >= 1) {
+    for (int i = 0; i < L; i++)
+      if (!(i & H)) {
+        V a = x[i], b = x[i + H];
+        x[i] = tz_blocks<H, false>(a, b, std::make_index_sequence<L>());
+        x[i + H] = tz_blocks<H, true>(a, b, std::make_index_sequence<L>());
+      }
+    tz_turn<H / 2>(x);
+  }
+}
+// panel[k][j] = w[j * stride + k]: a transposition, in squares of one vector, converted on the way.
+template <class T, class S> static inline void tz_pack_transposed(const S* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
+  using V = typename tz_vec<T>::type;
+  using M = typename tz_vec<T>::memory;
   constexpr int N = tz_cols<T>(), L = tz_vec<T>::lanes;
   int64_t k0 = 0;
   if (n == N)
     for (; k0 + L <= kc; k0 += L)
       for (int j0 = 0; j0 < N; j0 += L) {
-        T square[L][L];
-        for (int j = 0; j < L; j++) memcpy(square[j], w + (j0 + j) * stride + k0, sizeof square[j]);
-        for (int k = 0; k < L; k++)
-          for (int j = 0; j < L; j++) panel[(k0 + k) * N + j0 + j] = square[j][k];
+        V square[L];
+        for (int j = 0; j < L; j++) {
+          T row[L];
+          for (int k = 0; k < L; k++) row[k] = tz_cast<T>(w[(j0 + j) * stride + k0 + k]);
+          square[j] = *(const M*)row;
+        }
+        tz_turn<L / 2>(square);
+        for (int k = 0; k < L; k++) *(M*)(panel + (k0 + k) * N + j0) = square[k];
       }
   for (; k0 < kc; k0++)
-    for (int64_t j = 0; j < N; j++) panel[k0 * N + j] = j < n ? w[j * stride + k0] : (T)0;
+    for (int64_t j = 0; j < N; j++) panel[k0 * N + j] = j < n ? tz_cast<T>(w[j * stride + k0]) : (T)0;
 }
-// panel[k][j] = w[k * stride + j]: rows as they lie.
-template <class T> static inline void tz_pack_rows(const T* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
+// panel[k][j] = w[k * stride + j]: rows as they lie, converted.
+template <class T, class S> static inline void tz_pack_rows(const S* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
   constexpr int N = tz_cols<T>();
   for (int64_t k = 0; k < kc; k++) {
-    if (n == N) memcpy(panel + k * N, w + k * stride, sizeof(T) * N);
-    else for (int64_t j = 0; j < N; j++) panel[k * N + j] = j < n ? w[k * stride + j] : (T)0;
+    if (n == N) for (int j = 0; j < N; j++) panel[k * N + j] = tz_cast<T>(w[k * stride + j]);
+    else for (int64_t j = 0; j < N; j++) panel[k * N + j] = j < n ? tz_cast<T>(w[k * stride + j]) : (T)0;
   }
 }

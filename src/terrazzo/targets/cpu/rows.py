@@ -133,7 +133,7 @@ def in_columns(s: n.Loop) -> bool:
         for access in accesses:
             offset = flatten(access.index, access.buffer.type.element_strides)
             along += coefficient(offset, s.axes[0]) == 1
-            across += coefficient(offset, x.axes[-1]) == 1
+            across += coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free  # else it is one for all lanes
         if not vectorises([y for y in x.body if isinstance(y, n.Let)]):
             return False
     return along > 0 and across == 0
