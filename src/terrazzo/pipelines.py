@@ -53,6 +53,7 @@ from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.lookups import store_lookups
 from terrazzo.rules.loop.narrow import narrow
 from terrazzo.rules.loop.on_the_way import factors_made
+from terrazzo.rules.loop.one_kernel import one_kernel
 from terrazzo.rules.loop.online import online
 from terrazzo.rules.loop.pages import look_up_on_the_way
 from terrazzo.rules.loop.parts import into_parts, parts_of
@@ -81,6 +82,7 @@ from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
 from terrazzo.rules.torch_to_tensor.placed import row_by_row
 from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
+from terrazzo.targets.cpu import chained
 from terrazzo.targets.cuda.check import check
 
 T = TypeVar("T")
@@ -253,6 +255,8 @@ PASSES = (
          lambda p, log, o, tried: p if target(o.target).gpu else wide_sums(p, log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",
          lambda p, log, o, tried: in_order(p, log, "order", target(o.target).gpu is not None)),
+    Pass("one_kernel", "loop", "loop", "on a processor two products with what lies between them are one kernel",
+         lambda p, log, o, tried: p if target(o.target).gpu or not o.fuse else one_kernel(p, log, chained.refusal)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",

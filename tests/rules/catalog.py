@@ -29,6 +29,7 @@ from terrazzo.rules.loop import (
     layout,
     lookups,
     narrow,
+    one_kernel,
     parts,
     placed,
     places,
@@ -151,6 +152,9 @@ CATALOG: dict[str, Rewrite] = {
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
     "store_as_read:along_results": of(placed.along_results, lambda p: placed.along_results(p, Log())),
+    "one_kernel:products_joined": of(
+        one_kernel.one_kernel, lambda p: one_kernel.one_kernel(p, Log(), lambda kernel: "", worth=0)
+    ),
     "online:copied_after": of(
         placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
     ),

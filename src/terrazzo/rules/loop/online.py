@@ -52,11 +52,11 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
     between them and `refusal` has nothing against it. Values and results have so many bytes.
     """
     program = _values_stored(program, log)
-    steps = _Steps(program)
+    steps = ChainSteps(program)
     made_of: dict[tuple[l.Kernel, ...], l.Kernel | None] = {}
     told: set[l.Kernel] = set()  # those whose masks others make again
     for last in [s for s in program.steps if isinstance(s, l.Kernel)]:
-        found = _between(steps, last)
+        found = kernels_between(steps, last)
         if not found:
             continue
         known_masks = masks((*found, last), steps.writers)
@@ -88,12 +88,12 @@ def _values_stored(program: l.Program, log: Log) -> l.Program:
     """`program` with values that are computed on their way to the product with weights stored first, as it takes them:
     it was no product for tensor cores when they became part of it.
     """
-    steps = _Steps(program)
+    steps = ChainSteps(program)
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
     made: list[Any] = []
     for s in program.steps:
         found = None
-        if isinstance(s, l.Kernel) and (between := _between(steps, s)):
+        if isinstance(s, l.Kernel) and (between := kernels_between(steps, s)):
             weights = {b for kernel in between for b in kernel.writes}
             found = operands_stored(s, partial(_computed, weights=weights), names, {})
             if found is not None:
@@ -109,7 +109,7 @@ def _computed(x: Any, weights: set[l.Buffer]) -> bool:
     return made and x.dtype.size == 2 and not any(isinstance(y, l.Load) and y.buffer in weights for y in terms)
 
 
-class _Steps:
+class ChainSteps:
     """The steps of a program, and who writes and reads what lies between them."""
 
     def __init__(self, program: l.Program) -> None:
@@ -155,7 +155,7 @@ class _Steps:
             self.readers[b].add(made)
 
 
-def _between(steps: _Steps, last: l.Kernel) -> tuple[l.Kernel, ...]:
+def kernels_between(steps: ChainSteps, last: l.Kernel) -> tuple[l.Kernel, ...]:
     """The kernel of weights before a product with values, where there is one, and that of scores, which only the next
     one reads; the last one first. Nothing where these are no products with a reduction between them.
     """

@@ -9,7 +9,7 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
     if found is None:
         return None
     sites, lets, stores, m, column = found
-    return _Blocked(kernel, scope, sites, lets, stores, m, column).lines()
+    return Blocked(kernel, scope, sites, lets, stores, m, column).lines()
 
 
 def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], Var, Var] | None:
@@ -64,8 +64,8 @@ def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], V
     for column in sorted(kernel.axes, key=lambda a: -_stride(kernel.stores, a, products)):
         rows = [a for a in kernel.axes if found.sides(a, column)]
         if rows:
-            m = max(rows, key=_extent)
-            if _extent(m) >= 2 and _extent(column) >= 4:
+            m = max(rows, key=extent)
+            if extent(m) >= 2 and extent(column) >= 4:
                 pairs = found.sides(m, column) or []
                 made = [Site(p.reduce, a, b) for p, (a, b) in zip(products, pairs, strict=True)]
                 return made, *_rest(n.nest(kernel)), m, column
@@ -88,10 +88,10 @@ def _stride(stores: Sequence[l.Store], axis: Var, products: Sequence[Contraction
     the patches of an image out as rows.
     """
     if any(_patches(f, p.reduce.axes) for p in products for f in p.factors if axis not in f.free):
-        return _extent(axis)
+        return extent(axis)
     offsets = [flatten(s.index, s.buffer.type.element_strides) for s in stores]
     contiguous = all(coefficient(o, axis) == 1 for o in offsets)
-    return (1 << 40 if contiguous else 0) + _extent(axis)
+    return (1 << 40 if contiguous else 0) + extent(axis)
 
 
 def _patches(factor: Node, steps: Sequence[Any]) -> bool:
@@ -102,7 +102,7 @@ def _patches(factor: Node, steps: Sequence[Any]) -> bool:
     return _numel([a.extent for a in axes]) >= 2 * _numel(factor.buffer.type.static_shape)
 
 
-class _Blocked:
+class Blocked:
     def __init__(
         self,
         kernel: l.Kernel,
@@ -119,23 +119,20 @@ class _Blocked:
 
     def lines(self) -> list[str]:
         batch = [a for a in self.kernel.axes if a is not self.m and a is not self.column]
-        m, columns = _extent(self.m), _extent(self.column)
+        m, columns = extent(self.m), extent(self.column)
         out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {min(m, ROWS)}, K = {DEPTH};"]
-        lefts: dict[Node, str] = {}
-        for site in self.sites:
-            if _direct(site, self.m) is None and site.left not in lefts:
-                lefts[site.left] = name = f"left{len(lefts)}"
-                out += self.materialised(site, name)
+        lefts, made = self.lefts()
+        out += made
         heads = [f"for (int64_t {self.name(a)} = 0; {self.name(a)} < {a.extent}; {self.name(a)}++)" for a in batch]
         heads += [f"for (int64_t m0 = 0; m0 < {m}; m0 += M)", f"for (int64_t n0 = 0; n0 < {columns}; n0 += N)"]
         out.append(f"#pragma omp parallel for collapse({len(heads)}) num_threads(threads) schedule(dynamic, 1)")
         out += heads[:-1] + [heads[-1] + " {"]
         out.append(f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), nc = std::min<int64_t>(N, {columns} - n0);")
         out.append(f"  alignas(64) static thread_local {self.type} panel[K * N], tile[{len(self.sites)}][M * N];")
-        if any(_depth(site) > DEPTH * PANELS for site in self.sites):
+        if any(depth(site) > DEPTH * PANELS for site in self.sites):
             out.append(f"  alignas(64) static thread_local {self.type} part[M * N];")
         for k, site in enumerate(self.sites):
-            out += ["  " + x for x in self.product(k, site, lefts.get(site.left))]
+            out += ["  " + x for x in self.product(k, site, self.start(site, lefts))]
         out += ["  " + x for x in self.epilogue()]
         out.append("}")
         out += [f"free({name});" for name in lefts.values()]
@@ -146,37 +143,51 @@ class _Blocked:
             self.scope.names[axis] = self.scope.fresh("i")
         return self.scope.names[axis]
 
-    def product(self, k: int, site: Site, left: str | None) -> list[str]:
-        """tile[k] = the product, one panel of depth K after the other; of many panels, the sum of sums of some."""
-        depth = _depth(site)
+    def lefts(self) -> tuple[dict[Node, str], list[str]]:
+        """The first factors that cannot be read in place, by the names under which they are written out, and how."""
+        lefts: dict[Node, str] = {}
+        out: list[str] = []
+        for site in self.sites:
+            if _direct(site, self.m) is None and site.left not in lefts:
+                lefts[site.left] = name = f"left{len(lefts)}"
+                out += self.materialised(site, name)
+        return lefts, out
+
+    def start(self, site: Site, lefts: Mapping[Node, str]) -> str:
+        """Where the first factor begins at row m0 and step k0, and its strides along rows and steps."""
+        if site.left in lefts:
+            return f"{lefts[site.left]} + ({self.row(site, 'm0')}) * {depth(site)} + k0, {depth(site)}, 1"
+        direct = _direct(site, self.m)
+        assert direct is not None
+        load, am, ak = direct
+        inner = self.scope.inner()
+        inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
+        inner.names[self.m] = "m0"
+        place = index(flatten(load.index, load.buffer.type.element_strides), inner)
+        along_m, along_k = index(am, self.scope), index(ak, self.scope)
+        return f"{self.scope.buffers[load.buffer]} + {place} + k0 * {along_k}, {along_m}, {along_k}"
+
+    def product(self, k: int, site: Site, start: str) -> list[str]:
+        """tile[k] = the product, one panel of depth K after the other; of many panels, the sum of sums of some. The
+        first factor begins at `start`.
+        """
+        steps = depth(site)
         out = [
-            f"for (int64_t k0 = 0; k0 < {depth}; k0 += K) {{",
-            f"  const int64_t kc = std::min<int64_t>(K, {depth} - k0);",
+            f"for (int64_t k0 = 0; k0 < {steps}; k0 += K) {{",
+            f"  const int64_t kc = std::min<int64_t>(K, {steps} - k0);",
         ]
         out += ["  " + x for x in self.panel(site)]
-        if left is None:
-            direct = _direct(site, self.m)
-            assert direct is not None
-            load, am, ak = direct
-            inner = self.scope.inner()
-            inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
-            inner.names[self.m] = "m0"
-            place = index(flatten(load.index, load.buffer.type.element_strides), inner)
-            along_m, along_k = index(am, self.scope), index(ak, self.scope)
-            start = f"{self.scope.buffers[load.buffer]} + {place} + k0 * {along_k}, {along_m}, {along_k}"
-        else:
-            start = f"{left} + ({self.row(site, 'm0')}) * {depth} + k0, {depth}, 1"
-        if depth <= DEPTH * PANELS:
+        if steps <= DEPTH * PANELS:
             out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
         else:
             before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][x])"
             out += [
                 f"  tz_rows<{self.type}>({start}, panel, kc, part, mc, k0 % ({PANELS} * K) == 0);",
-                f"  if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {depth})",
+                f"  if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {steps})",
                 f"    for (int64_t x = 0; x < mc * N; x++) tile[{k}][x] = {before} + part[x];",
             ]
         out.append("}")
-        if depth == 0:
+        if steps == 0:
             out.append(f"for (int64_t x = 0; x < M * N; x++) tile[{k}][x] = 0;")
         return out
 
@@ -221,19 +232,19 @@ class _Blocked:
     def materialised(self, site: Site, name: str) -> list[str]:
         """The first factor, computed once into [axes it depends on][k], where it is no plain load of rows."""
         axes = self.row_axes(site)
-        depth = _numel([a.extent for a in site.reduce.axes])
+        steps = depth(site)
         rows = _numel([a.extent for a in axes])
         inner = self.scope.inner()
-        size = f"(sizeof({self.type}) * {rows * depth} + 127) / 64 * 64"
+        size = f"(sizeof({self.type}) * {rows * steps} + 127) / 64 * 64"
         out = [f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, {size});"]
         out += ["#pragma omp parallel for num_threads(threads)", f"for (int64_t row = 0; row < {rows}; row++) {{"]
         out += ["  " + x for x in _digits("row", axes, inner)]
         out += [
-            f"  for (int64_t k = 0; k < {depth}; k++) {{",
+            f"  for (int64_t k = 0; k < {steps}; k++) {{",
             *("    " + x for x in _digits("k", site.reduce.axes, inner)),
         ]
         body = _computed(site.left, inner)
-        return [*out, *("    " + x for x in body[:-1]), f"    {name}[row * {depth} + k] = {body[-1]};", "  }", "}"]
+        return [*out, *("    " + x for x in body[:-1]), f"    {name}[row * {steps} + k] = {body[-1]};", "  }", "}"]
 
     def epilogue(self) -> list[str]:
         """The rest of the kernel, over the tile."""
@@ -307,12 +318,12 @@ def _gathers(load: l.Load) -> bool:
     return any(isinstance(x, Loaded) for x in topological([e for e in load.index if isinstance(e, Expr)]))
 
 
-def _depth(site: Site) -> int:
+def depth(site: Site) -> int:
     """How many products are added up."""
     return _numel([a.extent for a in site.reduce.axes])
 
 
-def _extent(axis: Var) -> int:
+def extent(axis: Var) -> int:
     """The extent of an axis, which is known here."""
     assert isinstance(axis.extent, int)
     return axis.extent

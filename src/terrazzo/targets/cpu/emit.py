@@ -21,7 +21,7 @@ from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
-from terrazzo.targets.cpu import blocked
+from terrazzo.targets.cpu import blocked, chained
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
 from terrazzo.targets.cpu.rows import (
     in_columns,
@@ -76,7 +76,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
         lines.append(
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
         )
-    body = blocked.emit(kernel, scope) or _Writer(kernel, scope).lines()
+    body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row) or _Writer(kernel, scope).lines()
     noting = any("tz_among(" in line for line in body)
     lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]
@@ -95,14 +95,18 @@ def arguments(kernel: l.Kernel) -> tuple[l.Buffer, ...]:
     return (*(b for b in kernel.reads if b not in kernel.writes), *kernel.writes)
 
 
+def _of_a_row(kernel: l.Kernel, body: Sequence[n.Statement], scope: Scope) -> list[str]:
+    """Statements of a kernel within a loop that threads share already."""
+    return _Writer(kernel, scope, parallel=True).statements(body, scope)
+
+
 class _Writer:
     """Writes a nest. `parallel` is True inside a parallel loop; `rows` names the arrays in which a loop keeps terms, or
     finds them.
     """
 
-    def __init__(self, kernel: l.Kernel, scope: Scope) -> None:
-        self.kernel, self.scope = kernel, scope
-        self.parallel = False
+    def __init__(self, kernel: l.Kernel, scope: Scope, parallel: bool = False) -> None:
+        self.kernel, self.scope, self.parallel = kernel, scope, parallel
         self.gathered = [e for e in topological(kernel.stores) if isinstance(e, Loaded)]
         self.keep: dict[int, dict[Node, str]] = {}
         self.found: dict[int, dict[Node, str]] = {}

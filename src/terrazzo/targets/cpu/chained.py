@@ -1,0 +1,222 @@
+"""Two products with what lies between them, over blocks of rows: attention, whatever it came from.
+
+    out[m, n] = sum over k of weight(m, k) * value[k, n]
+    weight(m, k) is made of score(m, j) = sum over d of query[m, d] * key[j, d], of one j or of all of them
+
+Such a kernel computes its scores wherever it needs them, in a maximum, in a sum, in the weights. Here a block of
+rows has all of its scores in memory that is its thread's own, in the second-level cache: a blocked product writes them,
+what the kernel says of a row turns them into weights in place, and a second blocked product reads these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir import nest as n
+from terrazzo.ir.contraction import contraction, nested_contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.types import DType, Type
+from terrazzo.targets.cpu.blocked import DEPTH, PANELS, Blocked, Site, depth, extent
+from terrazzo.targets.terms import Scope
+
+ROOM = 3 << 18
+"""Bytes that the scores of a block may have: three quarters of a small second-level cache."""
+LONGEST = 1 << 16
+"""Scores of a row, at most: the fewest rows of a block have as much as a whole second-level cache then, or more."""
+MOST, LEAST = 192, 12
+"""Rows of a block."""
+BLOCKS = 64
+"""Blocks that many threads can share."""
+
+
+@dataclass(frozen=True)
+class Chained:
+    """A kernel as two products: `scores` of axis `m` and `key`, `weights` that the scores of a row become, and the
+    product of these with a value, for columns `n`.
+    """
+
+    kernel: l.Kernel
+    scores: l.Reduce
+    weights: l.Kernel
+    row: l.Buffer
+    total: l.Reduce
+    factors: tuple[Node, Node]
+    batch: tuple[Var, ...]
+    m: Var
+    n: Var
+    key: Var
+
+    @property
+    def width(self) -> int:
+        """Keys of a row."""
+        return extent(self.key)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: as many as have room, and fewer where there would be few blocks."""
+        around = 1
+        for a in self.batch:
+            around *= extent(a)
+        fitting = min(MOST, ROOM // (self.scores.dtype.size * self.width), -(-around * extent(self.m) // BLOCKS))
+        return min(max(fitting // LEAST, 1) * LEAST, extent(self.m))
+
+
+def chained(kernel: l.Kernel) -> Chained | None:
+    """The kernel in this form, or None: one sum of weights times values, whose weights are made of one product."""
+    totals = {x for s in kernel.stores for x in _outermost(s.value)}
+    if len(totals) != 1 or not all(s.free >= {*kernel.axes} for s in kernel.stores):
+        return None
+    (total,) = totals
+    found = nested_contraction(total)
+    if found is None or len(found.terms) > 1 or len(total.axes) > 1 or not _plain(total.dtype):
+        return None
+    (key,), (product,) = l.open_binder(total)
+    for weight, value in (product.args, product.args[::-1]):
+        if any(isinstance(x, l.Scan) for x in topological([product])) or _holds(value) or not _holds(weight):
+            continue
+        columns = [a for a in kernel.axes if a in value.free - weight.free]
+        rows = [a for a in kernel.axes if a in weight.free - value.free]
+        made = _weights(weight, key)
+        if len(columns) != 1 or not rows or made is None:
+            continue
+        scores, buffer, term = made
+        pair = contraction(scores)
+        m = max(rows, key=extent)
+        if pair is None or len(pair.terms) > 1 or scores.dtype is not total.dtype or weight.dtype is not total.dtype:
+            continue
+        if not any(m in a.free - b.free and key in b.free - a.free for a, b in (pair.factors, pair.factors[::-1])):
+            continue
+        every = (*kernel.axes, *scores.axes, key)
+        if not all(isinstance(a.extent, int) and a.extent for a in every):
+            continue
+        batch = tuple(a for a in kernel.axes if a is not m and a not in columns)
+        store = l.Store(buffer, (key,), term)
+        lines = l.Kernel(kernel.name, (*batch, m, key), (store,), kernel.source)
+        factors = found.factors[::-1] if _holds(found.factors[1]) else found.factors
+        return Chained(kernel, scores, lines, buffer, total, factors, batch, m, columns[0], key)
+    return None
+
+
+def refusal(kernel: l.Kernel) -> str:
+    """Why a kernel is not written as two products, or nothing."""
+    found = chained(kernel)
+    if found is None:
+        return "it is not two products with what is made of rows between them"
+    return f"a row of {found.width} scores is too long" if found.width > LONGEST else ""
+
+
+def _plain(kind: Any) -> bool:
+    return isinstance(kind, DType) and kind.name in ("f32", "f64")
+
+
+def _outermost(x: Any) -> Iterator[l.Reduce]:
+    """The reductions of a term that are in no others."""
+    inside = lambda y: isinstance(y, l.Reduce | l.Scan)  # noqa: E731
+    return (y for y in topological([x], stop=inside) if inside(y))
+
+
+def _holds(x: Any) -> bool:
+    return any(isinstance(y, l.Reduce) for y in topological([x]))
+
+
+def _weights(weight: Any, key: Var) -> tuple[l.Reduce, l.Buffer, Any] | None:
+    """The product that a weight is made of, at `key`, and the weight with loads of a row of such products in its place.
+    None where there are several, or other sums of products.
+    """
+    buffer = l.Buffer(l.fresh_name(), Type(weight.dtype, (key.extent,)))
+    found: set[Any] = set()
+
+    def at(x: Any, axes: Sequence[Any]) -> Any:
+        """`x` where `axes` are bound, with loads of the row."""
+
+        def replace(y: l.Reduce) -> Any:
+            mine = [a for a in axes if a in y.free]
+            if contraction(y) is None or len(mine) > 1 or (mine and mine[0].extent != key.extent):
+                inner, args = l.open_binder(y)
+                return l.Reduce.make(y.monoid, inner, tuple(at(z, (*axes, *inner)) for z in args))
+            found.add(substitute(y, dict.fromkeys(mine, key)))
+            return l.Load.make(buffer, tuple(mine)) if mine else y
+
+        return transform(x, lambda y: y, {y: replace(y) for y in _outermost(x)})
+
+    made = at(weight, (key,))
+    if len(found) != 1:
+        return None
+    (scores,) = found
+    return (scores, buffer, made) if key in scores.free else None
+
+
+OfARow = Callable[[l.Kernel, Sequence[n.Statement], Scope], list[str]]
+"""Writes statements of a kernel within a loop that threads share already."""
+
+
+def emit(kernel: l.Kernel, scope: Scope, of_a_row: OfARow) -> list[str] | None:
+    """The body of the kernel's function, or None where the kernel is not of this form."""
+    found = chained(kernel)
+    return _Rows(found, scope, of_a_row).lines() if found is not None else None
+
+
+class _Rows:
+    def __init__(self, c: Chained, scope: Scope, of_a_row: OfARow) -> None:
+        self.c, self.scope, self.of_a_row = c, scope, of_a_row
+        first, second = contraction(c.scores).factors  # type: ignore[union-attr]
+        left, right = (first, second) if c.m in first.free else (second, first)
+        self.first = Blocked(c.weights, scope, [Site(c.scores, left, right)], [], [], c.m, c.key)
+        outside = topological([s.value for s in c.kernel.stores], stop=lambda x: x is c.total)
+        lets = [x for x in outside if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x is not c.total]
+        self.second = Blocked(c.kernel, scope, [Site(c.total, *c.factors)], lets, [*c.kernel.stores], c.m, c.n)
+        self.type = self.first.type
+
+    def lines(self) -> list[str]:
+        c, kind = self.c, self.type
+        width = f"({c.width} + N - 1) / N * N"
+        out = [f"constexpr int64_t N = tz_cols<{kind}>(), M = {c.rows}, K = {DEPTH}, T = {width};"]
+        lefts, made = self.first.lefts()
+        heads = [f"for (int64_t {self.first.name(a)} = 0; {self.first.name(a)} < {a.extent}; {self.first.name(a)}++)"
+                 for a in c.batch]  # fmt: skip
+        heads.append(f"for (int64_t m0 = 0; m0 < {c.m.extent}; m0 += M)")
+        out += [*made, f"#pragma omp parallel for collapse({len(heads)}) num_threads(threads) schedule(dynamic, 1)"]
+        out += [*heads[:-1], heads[-1] + " {"]
+        out += [
+            f"  const int64_t mc = std::min<int64_t>(M, {c.m.extent} - m0);",
+            f"  alignas(64) static thread_local {kind} panel[K * N], tile[1][M * N], scores[M * T];",
+        ]
+        if depth(self.first.sites[0]) > DEPTH * PANELS or c.width > DEPTH * PANELS:
+            out.append(f"  alignas(64) static thread_local {kind} part[M * N];")
+        (site,) = self.first.sites
+        out += ["  " + x for x in self.columns(c.width, self.first.product(0, site, self.first.start(site, lefts)))]
+        out[-1:] = [
+            f"    for (int64_t m = 0; m < mc; m++) memcpy(scores + m * T + n0, tile[0] + m * N, N * sizeof({kind}));",
+            "  }",
+            "  for (int64_t m = m0; m < m0 + mc; m++) {",
+            f"    {kind}* const row = scores + (m - m0) * T;",
+            *("    " + x for x in self.row()),
+            "  }",
+        ]
+        (site,) = self.second.sites
+        product = self.second.product(0, site, "scores + k0, T, 1")
+        out += ["  " + x for x in self.columns(extent(c.n), [*product, *self.second.epilogue()])]
+        return [*out, "}", *(f"free({name});" for name in lefts.values())]
+
+    def columns(self, count: int, body: Sequence[str]) -> list[str]:
+        """A loop over blocks of so many columns."""
+        head = f"for (int64_t n0 = 0; n0 < {count}; n0 += N) {{"
+        return [head, f"  const int64_t nc = std::min<int64_t>(N, {count} - n0);", *("  " + x for x in body), "}"]
+
+    def row(self) -> list[str]:
+        """What turns the scores of a row into weights."""
+        inner = self.scope.inner()
+        inner.names[self.c.m], inner.buffers[self.c.row] = "m", "row"
+        return self.of_a_row(self.c.weights, self.inside(n.nest(self.c.weights)), inner)
+
+    def inside(self, body: Sequence[n.Statement]) -> list[n.Statement]:
+        """The statements of a row: the loops around rows are there already."""
+        out: list[n.Statement] = []
+        for s in body:
+            around = isinstance(s, n.Loop) and s.kind == "free" and s.axes[0] is not self.c.key
+            out += self.inside(s.body) if around else [s]  # type: ignore[union-attr]
+        return out
