@@ -11,8 +11,8 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, comparison
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, bounds, comparison
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import Range, stays
 from terrazzo.ir.types import DTYPES, DType
 
@@ -171,6 +171,19 @@ def guard(inside: Iterable[IntExpr], scope: Scope) -> str:
 
 
 _WRAPPING = ("add", "sub", "mul", "neg")
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _short(x: Any, scope: Scope) -> str:
+    """A place or a constant in 32 bits, where it fits: so a processor's vectors of what is chosen by comparing them are
+    as long as those of what it is compared for. Nothing for anything else.
+    """
+    whole = x.value if isinstance(x, l.Index) or (isinstance(x, l.Literal) and x.dtype.is_integer) else None
+    if whole is None or (isinstance(whole, Node) and any(isinstance(y, Loaded) for y in topological([whole]))):
+        return ""
+    low, high = bounds(whole)
+    fits = low is not None and high is not None and low > -(1 << 31) and high < 1 << 31
+    return f"(int32_t){index(whole, scope)}" if fits else ""
 
 
 def apply(x: l.Apply, scope: Scope) -> str:
@@ -180,4 +193,6 @@ def apply(x: l.Apply, scope: Scope) -> str:
         return f"tz_{x.fn.name}({', '.join(args)})"
     if scope.notes_zero and l.may_divide_by_zero(x):
         args[1] = f"tz_divisor({args[1]}, bad)"
+    if scope.notes_zero and x.fn.name in _COMPARING and all(shorter := [_short(a, scope) for a in x.args]):
+        args = shorter
     return x.fn.c.format(*args, f="f" if first.name == "f32" else "", t=c_type(first))

@@ -145,7 +145,7 @@ SCALARS = _table(
         "rsqrt", 1, _same(*_FLOAT), lambda x: (1 / np.sqrt(x)).astype(np.result_type(x)), "(({t})1 / sqrt{f}({0}))", 8
     ),
     Scalar("pow", 2, _same(*_FLOAT), np.power, "pow{f}({0}, {1})", 30),
-    Scalar("exp", 1, _same(*_FLOAT), np.exp, "exp{f}({0})", 10),
+    Scalar("exp", 1, _same(*_FLOAT), np.exp, "tz_exp({0})", 10),
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),
     Scalar("approx_logistic", 1, _same(*_FLOAT), _logistic, "tz_approx_logistic({0})", 4),  # 1 / (1 + 2^x), to 2^-22
     Scalar("approx_exp2", 1, _same(*_FLOAT), np.exp2, "tz_approx_exp2({0})", 2),  # to two units in the last place

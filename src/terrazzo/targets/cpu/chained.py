@@ -29,18 +29,21 @@ LONGEST = 1 << 16
 """Scores of a row, at most: the fewest rows of a block have as much as a whole second-level cache then, or more."""
 MOST, LEAST = 192, 12
 """Rows of a block."""
+LINE = 16
+"""Elements of a line of a cache."""
 BLOCKS = 64
 """Blocks that many threads can share."""
 
 
 @dataclass(frozen=True)
 class Chained:
-    """A kernel as two products: `scores` of axis `m` and `key`, `weights` that the scores of a row become, and the
-    product of these with a value, for columns `n`.
+    """A kernel as two products: `scores` of axis `m` and `key`, of which every `row` has `kept` in memory, the
+    `weights` that a row becomes, and the product of these with a value, for columns `n`.
     """
 
     kernel: l.Kernel
     scores: l.Reduce
+    kept: Any
     weights: l.Kernel
     row: l.Buffer
     total: l.Reduce
@@ -83,7 +86,7 @@ def chained(kernel: l.Kernel) -> Chained | None:
         made = _weights(weight, key)
         if len(columns) != 1 or not rows or made is None:
             continue
-        scores, buffer, term = made
+        scores, kept, buffer, term = made
         pair = contraction(scores)
         m = max(rows, key=extent)
         if pair is None or len(pair.terms) > 1 or scores.dtype is not total.dtype or weight.dtype is not total.dtype:
@@ -97,7 +100,7 @@ def chained(kernel: l.Kernel) -> Chained | None:
         store = l.Store(buffer, (key,), term)
         lines = l.Kernel(kernel.name, (*batch, m, key), (store,), kernel.source)
         factors = found.factors[::-1] if _holds(found.factors[1]) else found.factors
-        return Chained(kernel, scores, lines, buffer, total, factors, batch, m, columns[0], key)
+        return Chained(kernel, scores, kept, lines, buffer, total, factors, batch, m, columns[0], key)
     return None
 
 
@@ -123,31 +126,94 @@ def _holds(x: Any) -> bool:
     return any(isinstance(y, l.Reduce) for y in topological([x]))
 
 
-def _weights(weight: Any, key: Var) -> tuple[l.Reduce, l.Buffer, Any] | None:
-    """The product that a weight is made of, at `key`, and the weight with loads of a row of such products in its place.
-    None where there are several, or other sums of products.
+def _weights(weight: Any, key: Var) -> tuple[l.Reduce, Any, l.Buffer, Any] | None:
+    """The product that a weight is made of, at `key`; what is kept of it, as where a mask hides it; the row in which
+    that is, and the weight with loads from there. None where there are several products.
     """
-    buffer = l.Buffer(l.fresh_name(), Type(weight.dtype, (key.extent,)))
-    found: set[Any] = set()
+    found: dict[Any, None] = {}
 
-    def at(x: Any, axes: Sequence[Any]) -> Any:
-        """`x` where `axes` are bound, with loads of the row."""
+    def score(y: Any, axes: Sequence[Any]) -> Any:
+        mine = [a for a in axes if a in y.free]
+        if isinstance(y, l.Reduce) and contraction(y) and len(mine) < 2 and all(a.extent == key.extent for a in mine):
+            found[substitute(y, dict.fromkeys(mine, key))] = None
+            return l.Load.make(bare, tuple(mine)) if mine else y
+        return None
 
-        def replace(y: l.Reduce) -> Any:
-            mine = [a for a in axes if a in y.free]
-            if contraction(y) is None or len(mine) > 1 or (mine and mine[0].extent != key.extent):
-                inner, args = l.open_binder(y)
-                return l.Reduce.make(y.monoid, inner, tuple(at(z, (*axes, *inner)) for z in args))
-            found.add(substitute(y, dict.fromkeys(mine, key)))
-            return l.Load.make(buffer, tuple(mine)) if mine else y
-
-        return transform(x, lambda y: y, {y: replace(y) for y in _outermost(x)})
-
-    made = at(weight, (key,))
+    bare = l.Buffer(l.fresh_name(), Type(weight.dtype, (key.extent,)))
+    made = _everywhere(weight, (key,), score)
     if len(found) != 1:
         return None
     (scores,) = found
-    return (scores, buffer, made) if key in scores.free else None
+    if key not in scores.free:
+        return None
+    kept = _common(made, key, bare)
+    row = l.Buffer(l.fresh_name(), bare.type)
+
+    def known(y: Any, axes: Sequence[Any]) -> Any:
+        mine = next((a for a in axes if substitute(kept, {key: a}) is y), None)
+        return l.Load.make(row, (mine,)) if mine is not None else None
+
+    at_key = l.Load.make(bare, (key,))
+    return scores, substitute(kept, {at_key: scores}), row, _everywhere(made, (key,), known)
+
+
+def _everywhere(x: Any, axes: Sequence[Any], change: Callable[[Any, Sequence[Any]], Any]) -> Any:
+    """A term with what `change` makes of its parts, from the outside, also within reductions, where more axes are
+    bound; where that is nothing they stay.
+    """
+    memo: dict[Node, Any] = {}
+    for y in topological([x], stop=lambda y: isinstance(y, l.Reduce) or change(y, axes) is not None):
+        new = change(y, axes)
+        if new is None and isinstance(y, l.Reduce):
+            inner, args = l.open_binder(y)
+            new = l.Reduce.make(y.monoid, inner, tuple(_everywhere(z, (*axes, *inner), change) for z in args))
+        if new is not None:
+            memo[y] = new
+    return transform(x, lambda y: y, memo)
+
+
+def _common(x: Any, key: Var, bare: l.Buffer) -> Any:
+    """The largest term of a score, at `key`, of which all of `x` is made that is made of scores."""
+    places: list[dict[Any, None]] = []
+
+    def seen(x: Any, axes: Sequence[Any]) -> None:
+        inside = lambda y: isinstance(y, l.Reduce)  # noqa: E731
+        terms = topological([x], stop=inside)
+        reduced = [y for y in terms if inside(y)]
+        for axis in axes:
+            load = l.Load.make(bare, (axis,))
+            if load not in terms:
+                continue
+            alone = [load]
+            for y in terms:
+                parts = [] if inside(y) else [z for z in y.children if z in alone]
+                if parts and not any(isinstance(z, l.Reduce) for z in topological([y])) and y.dtype is bare.type.dtype:
+                    alone.append(y)
+            places.append({substitute(y, {axis: key}): None for y in alone})
+        for y in reduced:
+            inner, args = l.open_binder(y)
+            for z in args:
+                seen(z, (*axes, *inner))
+
+    seen(x, (key,))
+    shared = [y for y in places[0] if all(y in other for other in places)]
+
+    def covers(kept: Any) -> bool:
+        """Whether nothing of `x` knows a score but as this."""
+        taken = lambda y, axes: y if any(substitute(kept, {key: a}) is y for a in axes) else None  # noqa: E731
+        left: list[Any] = []
+
+        def change(y: Any, axes: Sequence[Any]) -> Any:
+            if (done := taken(y, axes)) is not None:
+                return done
+            if isinstance(y, l.Load) and y.buffer is bare:
+                left.append(y)
+            return None
+
+        _everywhere(x, (key,), change)
+        return not left
+
+    return next(y for y in reversed(shared) if covers(y))
 
 
 OfARow = Callable[[l.Kernel, Sequence[n.Statement], Scope], list[str]]
@@ -165,16 +231,24 @@ class _Rows:
         self.c, self.scope, self.of_a_row = c, scope, of_a_row
         first, second = contraction(c.scores).factors  # type: ignore[union-attr]
         left, right = (first, second) if c.m in first.free else (second, first)
-        self.first = Blocked(c.weights, scope, [Site(c.scores, left, right)], [], [], c.m, c.key)
-        outside = topological([s.value for s in c.kernel.stores], stop=lambda x: x is c.total)
-        lets = [x for x in outside if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x is not c.total]
-        self.second = Blocked(c.kernel, scope, [Site(c.total, *c.factors)], lets, [*c.kernel.stores], c.m, c.n)
+        begin = Var(l.fresh_name(), c.m.extent)
+        scope.names[begin] = "m0"
+        block = l.Buffer(l.fresh_name(), Type(c.scores.dtype, (c.rows, c.width), (self.along, 1)))
+        scope.buffers[block] = "scores"
+        rows = [l.Store(block, (c.m - begin, c.key), c.kept)]
+        self.first = Blocked(c.weights, scope, [Site(c.scores, left, right)], _lets(rows, c.scores), rows, c.m, c.key)
+        stores = [*c.kernel.stores]
+        self.second = Blocked(c.kernel, scope, [Site(c.total, *c.factors)], _lets(stores, c.total), stores, c.m, c.n)
         self.type = self.first.type
+
+    @property
+    def along(self) -> int:
+        """Elements from one row of scores to the next: whole cache lines."""
+        return -(-self.c.width // LINE) * LINE
 
     def lines(self) -> list[str]:
         c, kind = self.c, self.type
-        width = f"({c.width} + N - 1) / N * N"
-        out = [f"constexpr int64_t N = tz_cols<{kind}>(), M = {c.rows}, K = {DEPTH}, T = {width};"]
+        out = [f"constexpr int64_t N = tz_cols<{kind}>(), M = {c.rows}, K = {DEPTH}, T = {self.along};"]
         lefts, made = self.first.lefts()
         heads = [f"for (int64_t {self.first.name(a)} = 0; {self.first.name(a)} < {a.extent}; {self.first.name(a)}++)"
                  for a in c.batch]  # fmt: skip
@@ -188,10 +262,9 @@ class _Rows:
         if depth(self.first.sites[0]) > DEPTH * PANELS or c.width > DEPTH * PANELS:
             out.append(f"  alignas(64) static thread_local {kind} part[M * N];")
         (site,) = self.first.sites
-        out += ["  " + x for x in self.columns(c.width, self.first.product(0, site, self.first.start(site, lefts)))]
-        out[-1:] = [
-            f"    for (int64_t m = 0; m < mc; m++) memcpy(scores + m * T + n0, tile[0] + m * N, N * sizeof({kind}));",
-            "  }",
+        product = self.first.product(0, site, self.first.start(site, lefts))
+        out += ["  " + x for x in self.columns(c.width, [*product, *self.first.epilogue()])]
+        out += [
             "  for (int64_t m = m0; m < m0 + mc; m++) {",
             f"    {kind}* const row = scores + (m - m0) * T;",
             *("    " + x for x in self.row()),
@@ -220,3 +293,9 @@ class _Rows:
             around = isinstance(s, n.Loop) and s.kind == "free" and s.axes[0] is not self.c.key
             out += self.inside(s.body) if around else [s]  # type: ignore[union-attr]
         return out
+
+
+def _lets(stores: Sequence[l.Store], site: l.Reduce) -> list[l.Term]:
+    """The terms that stores compute of a product."""
+    terms = topological([s.value for s in stores], stop=lambda x: x is site)
+    return [x for x in terms if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x is not site]

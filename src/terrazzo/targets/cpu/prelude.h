@@ -124,6 +124,13 @@ template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }
 template <class T> TZ T tz_approx_sqrt(T x) { return std::sqrt(x); }
 template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
 TZ float tz_exp2(float x) { return exp2f(x); }
+// What is so low that nothing is left goes to the vector form as 0: it calls the scalar form for every such lane, and
+// masks are -inf. By the bits, since GCC puts what is chosen twice by one condition together again.
+TZ float tz_exp(float x) {
+  const int32_t some = -(int32_t)!(x < -104.0f);
+  return tz_bits<float>(tz_bits<int32_t>(expf(tz_bits<float>(tz_bits<int32_t>(x) & some))) & some);
+}
+TZ double tz_exp(double x) { return exp(x); }
 TZ float tz_sin(float x) { return sinf(x); }
 TZ double tz_sin(double x) { return sin(x); }
 TZ float tz_cos(float x) { return cosf(x); }

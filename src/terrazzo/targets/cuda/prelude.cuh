@@ -161,6 +161,8 @@ static __device__ __noinline__ float tz_cos_far(float x) { return cosf(x); }
 TZ float tz_sin(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 0) : tz_sin_far(x); }
 TZ float tz_cos(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 1) : tz_cos_far(x); }
 TZ double tz_sin(double x) { return sin(x); }
+TZ float tz_exp(float x) { return expf(x); }
+TZ double tz_exp(double x) { return exp(x); }
 TZ double tz_cos(double x) { return cos(x); }
 
 // What the driver encodes of a tensor and a box of it.
