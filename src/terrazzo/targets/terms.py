@@ -178,8 +178,14 @@ def _short(x: Any, scope: Scope) -> str:
     """A place or a constant in 32 bits, where it fits: so a processor's vectors of what is chosen by comparing them are
     as long as those of what it is compared for. Nothing for anything else.
     """
-    whole = x.value if isinstance(x, l.Index) or (isinstance(x, l.Literal) and x.dtype.is_integer) else None
-    if whole is None or (isinstance(whole, Node) and any(isinstance(y, Loaded) for y in topological([whole]))):
+    whole: IntExpr
+    if isinstance(x, l.Index):
+        whole = x.value
+    elif isinstance(x, l.Literal) and x.type.is_integer:
+        whole = int(x.value)
+    else:
+        return ""
+    if isinstance(whole, Node) and any(isinstance(y, Loaded) for y in topological([whole])):
         return ""
     low, high = bounds(whole)
     fits = low is not None and high is not None and low > -(1 << 31) and high < 1 << 31

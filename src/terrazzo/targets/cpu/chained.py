@@ -65,21 +65,26 @@ class Chained:
         for a in self.batch:
             around *= extent(a)
         fitting = min(MOST, ROOM // (self.scores.dtype.size * self.width), -(-around * extent(self.m) // BLOCKS))
-        return min(max(fitting // LEAST, 1) * LEAST, extent(self.m))
+        return int(min(max(fitting // LEAST, 1) * LEAST, extent(self.m)))
 
 
 def chained(kernel: l.Kernel) -> Chained | None:
     """The kernel in this form, or None: one sum of weights times values, whose weights are made of one product."""
     totals = {x for s in kernel.stores for x in _outermost(s.value)}
-    if len(totals) != 1 or not all(s.free >= {*kernel.axes} for s in kernel.stores):
+    known = all(isinstance(a.extent, int) and a.extent for a in kernel.axes)
+    if len(totals) != 1 or kernel.scans or not known or not all(s.free >= {*kernel.axes} for s in kernel.stores):
         return None
     (total,) = totals
     found = nested_contraction(total)
     if found is None or len(found.terms) > 1 or len(total.axes) > 1 or not _plain(total.dtype):
         return None
     (key,), (product,) = l.open_binder(total)
-    for weight, value in (product.args, product.args[::-1]):
-        if any(isinstance(x, l.Scan) for x in topological([product])) or _holds(value) or not _holds(weight):
+    assert isinstance(product, l.Apply)  # a contraction's
+    one, other = product.args
+    weight: Any
+    value: Any
+    for weight, value in ((one, other), (other, one)):
+        if _holds(value) or not _holds(weight):
             continue
         columns = [a for a in kernel.axes if a in value.free - weight.free]
         rows = [a for a in kernel.axes if a in weight.free - value.free]
@@ -93,8 +98,7 @@ def chained(kernel: l.Kernel) -> Chained | None:
             continue
         if not any(m in a.free - b.free and key in b.free - a.free for a, b in (pair.factors, pair.factors[::-1])):
             continue
-        every = (*kernel.axes, *scores.axes, key)
-        if not all(isinstance(a.extent, int) and a.extent for a in every):
+        if not all(isinstance(a.extent, int) and a.extent for a in (*scores.axes, key)):
             continue
         batch = tuple(a for a in kernel.axes if a is not m and a not in columns)
         store = l.Store(buffer, (key,), term)
@@ -118,8 +122,11 @@ def _plain(kind: Any) -> bool:
 
 def _outermost(x: Any) -> Iterator[l.Reduce]:
     """The reductions of a term that are in no others."""
-    inside = lambda y: isinstance(y, l.Reduce | l.Scan)  # noqa: E731
-    return (y for y in topological([x], stop=inside) if inside(y))
+    return (y for y in topological([x], stop=_reduces) if isinstance(y, l.Reduce))
+
+
+def _reduces(x: Any) -> bool:
+    return isinstance(x, l.Reduce | l.Scan)
 
 
 def _holds(x: Any) -> bool:
@@ -177,35 +184,33 @@ def _common(x: Any, key: Var, bare: l.Buffer) -> Any:
     places: list[dict[Any, None]] = []
 
     def seen(x: Any, axes: Sequence[Any]) -> None:
-        inside = lambda y: isinstance(y, l.Reduce)  # noqa: E731
-        terms = topological([x], stop=inside)
-        reduced = [y for y in terms if inside(y)]
+        terms: list[Any] = topological([x], stop=_reduces)
         for axis in axes:
             load = l.Load.make(bare, (axis,))
             if load not in terms:
                 continue
-            alone = [load]
+            alone: list[Any] = [load]
             for y in terms:
-                parts = [] if inside(y) else [z for z in y.children if z in alone]
+                parts = [] if _reduces(y) else [z for z in y.children if z in alone]
                 if parts and not any(isinstance(z, l.Reduce) for z in topological([y])) and y.dtype is bare.type.dtype:
                     alone.append(y)
             places.append({substitute(y, {axis: key}): None for y in alone})
-        for y in reduced:
-            inner, args = l.open_binder(y)
-            for z in args:
-                seen(z, (*axes, *inner))
+        for y in terms:
+            if _reduces(y):
+                inner, args = l.open_binder(y)
+                for z in args:
+                    seen(z, (*axes, *inner))
 
     seen(x, (key,))
     shared = [y for y in places[0] if all(y in other for other in places)]
 
     def covers(kept: Any) -> bool:
         """Whether nothing of `x` knows a score but as this."""
-        taken = lambda y, axes: y if any(substitute(kept, {key: a}) is y for a in axes) else None  # noqa: E731
         left: list[Any] = []
 
         def change(y: Any, axes: Sequence[Any]) -> Any:
-            if (done := taken(y, axes)) is not None:
-                return done
+            if any(substitute(kept, {key: a}) is y for a in axes):
+                return y
             if isinstance(y, l.Load) and y.buffer is bare:
                 left.append(y)
             return None
