@@ -78,7 +78,7 @@ def test_scores_stay_with_the_thread(name: str, tmp_path: Path, monkeypatch: pyt
     exact = fn(*(x.double() if x.is_floating_point() else x for x in args))
     ours, eager = ((x.double() - exact).abs() for x in (compiled(*args), fn(*args)))
     assert ours.isnan().equal(eager.isnan())
-    assert ours.nan_to_num().max() <= 2 * eager.nan_to_num().max() + 1e-15
+    assert ours.nan_to_num().max() <= 2 * eager.nan_to_num().max() + 4e-15
 
 
 def attention(heads: int, tokens: int, keys: int) -> l.Kernel:
