@@ -338,9 +338,11 @@ def test_a_record_is_continued_where_it_ends(tmp_path: Path) -> None:
 
 
 def test_what_ends_a_process_is_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure.in_a_process("graph_sage", "f32", "auto", tmp_path / "is not there")
+    room = tmp_path / "is no folder"
+    room.touch()
+    found = measure.in_a_process("graph_sage", "f32", "auto", room)
     assert found["failed"].startswith("the process ended with 1: ")
-    assert "No such file or directory" in found["failed"]
+    assert "is no folder" in found["failed"]
     monkeypatch.setattr(measure, "LIMIT", 0.1)
     assert measure.in_a_process("graph_sage", "f32", "auto", tmp_path) == {"failed": "not through in 0.1 seconds"}
 
