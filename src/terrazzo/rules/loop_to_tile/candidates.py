@@ -52,7 +52,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
         if windows.of_few_columns(kernel):
             found = windows.window(kernel, gpu)
-            if found is not None and found.time < _soonest(kernel, p, gpu):
+            if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
                 yield from _windows(kernel, gpu, pinned)
         yield from _written_out(kernel, p, gpu, pinned, pick)
         yield from _across(kernel, p, gpu, pinned, pick)
