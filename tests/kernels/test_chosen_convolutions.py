@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from tests.kernels import programs
 from tests.kernels.programs import Lowered
 
+from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -22,6 +23,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile import boxes
 from terrazzo.rules.loop_to_tile.estimate import estimate
+from terrazzo.rules.loop_to_tile.packed import packed
 
 LAST = torch.channels_last
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -100,6 +102,36 @@ def test_what_lies_otherwise_is_copied_first(image: bool, filters: bool, copied:
     assert copies == [(f"convolution_{x}", False, False) for x in copied]
     assert last == ("convolution", True, True)
     right(found)
+
+
+@pytest.mark.parametrize(("channels", "last"), [(52, True), (20, False), (33, True)])
+def test_channels_of_any_number_are_copied_in_even_rows(channels: int, last: bool) -> None:
+    """Rows of pixels begin at multiples of 16 bytes then, as TMA takes them."""
+    found = lowered(conv(padding=1), (t(2, channels, 16, 16, last=last), t(channels, channels, 3, 3)))
+    *copies, product = uses(found)
+    assert copies == [(f"convolution_{x}", False, False) for x in ("x", "w")]
+    assert product == ("convolution", True, True)
+    right(found)
+
+
+def test_rows_that_begin_anywhere_are_no_boxes() -> None:
+    (kernel,) = parse(NOT.format(c=12, summand="mul(in0, in1)")).steps
+    assert boxes.moved(kernel) == (None, "rows of x do not begin at multiples of 16 bytes")
+    *copies, even = packed(kernel)
+    assert len(copies) == 2 and boxes.moved(even)[0] is not None
+
+
+def test_dear_results_of_a_convolution_are_computed_apart() -> None:
+    """A batch norm and a hyperbolic tangent take few warps longer than storing the sums, rounded, and reading them."""
+
+    def fn(x: Any, w: Any, b: Any, mean: Any, scale: Any) -> torch.Tensor:
+        return torch.tanh(F.batch_norm(F.conv1d(x, w, b, padding=2), mean, scale, scale, b))
+
+    shapes = (16, 512, 800), (512, 512, 5), (512,), (512,), (512,)
+    args = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    found = lowering(capture(fn, args, {}).program, Options(target="sm_90a")).loop
+    *_, product, last = (x for x in found.steps if isinstance(x, l.Kernel))
+    assert product.stores[0].buffer.type.dtype.name == "bf16" and product.stores[0].buffer in last.reads
 
 
 def test_a_copy_can_be_pinned() -> None:
@@ -208,7 +240,6 @@ def f(x: bf16[2, 8, 8, {c}], w: bf16[64, 3, 3, {c}], v: bf16[64, 3, 3, {c}]):
 @pytest.mark.parametrize(
     ("c", "summand", "why"),
     [
-        (12, "mul(in0, in1)", "rows of x do not begin at multiples of 16 bytes"),
         (16, "mul(in0, mul(in1, in2))", "w is computed on its way"),
         (16, "add(mul(in0, in1), mul(in0, in2))", "it sums 2 products in a step"),
         (16, "mul(in0, f32(w[a3, r0, r1, 15 - r2]))", "x and w are contiguous along no axis that both are summed over"),

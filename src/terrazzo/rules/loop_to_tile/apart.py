@@ -220,11 +220,22 @@ def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce], outer: Collection[Any] 
     return (*first, l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
 
 
+CHEAP = 2.0
+"""Operations before a sum is rounded, at most, for it to be stored so: a bias is added, or it is scaled."""
+
+
 def _rounded(kernel: l.Kernel, r: l.Reduce) -> Any:
-    """What is wanted of a reduction: itself, or the smaller type that all convert it to."""
-    users = {x for s in kernel.stores for x in topological([s.value]) if isinstance(x, l.Apply) and r in x.args}
-    users |= {s for s in kernel.stores if s.value is r}  # type: ignore[misc]
-    match list(users):
-        case [l.Apply(fn=fn) as cast] if is_cast(fn) and cast.dtype.size < r.dtype.size:
-            return cast
+    """What is wanted of a reduction: itself, or the smaller type that all convert it to, with a bias perhaps."""
+    found: Any = r
+    work = 0.0
+    while work <= CHEAP:
+        users = {x for s in kernel.stores for x in topological([s.value]) if isinstance(x, l.Apply) and found in x.args}
+        if len(users) != 1 or any(s.value is found for s in kernel.stores):
+            break
+        (found,) = users
+        if is_cast(found.fn) and found.dtype.size < r.dtype.size:
+            return found
+        if not found.free <= r.free:
+            break
+        work += found.fn.cost
     return r

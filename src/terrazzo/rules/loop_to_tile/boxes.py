@@ -21,6 +21,7 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called, loads, product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.leaving import RESULTS
+from terrazzo.rules.loop_to_tile.packed import even
 from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.threads import ceil, step
@@ -89,8 +90,7 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     if len(depth) != 1:
         return None, f"{a.buffer.name} and {b.buffer.name} are contiguous along no axis that both are summed over"
     for x in (a, b):
-        others = (s for d, s in enumerate(x.buffer.type.element_strides) if s != 1 and x.buffer.type.shape[d] != 1)
-        if any(not isinstance(s, int) or s * x.dtype.size % WIDEST for s in others):
+        if not even(x.buffer):
             return None, f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
     taps = tuple(x for x in c.reduce.axes if x is not depth[0])
     if not taps and not a.inside and all(coefficient(e, x) in (0, 1) for e in a.index for x in rows):

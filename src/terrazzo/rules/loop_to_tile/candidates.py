@@ -20,10 +20,9 @@ from terrazzo.rules.loop_to_tile.crossed import points
 from terrazzo.rules.loop_to_tile.estimate import estimate
 from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
-from terrazzo.rules.loop_to_tile.product_candidates import after_stores, best, boxed, copied, in_boxes, in_tiles
+from terrazzo.rules.loop_to_tile.product_candidates import after, after_stores, best, boxed, copied, in_boxes, in_tiles
 from terrazzo.rules.loop_to_tile.results import results
 from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
-from terrazzo.rules.loop_to_tile.stored import stored
 from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
 from terrazzo.rules.loop_to_tile.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.written_out import written_out
@@ -52,7 +51,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
         if windows.of_few_columns(kernel):
             found = windows.window(kernel, gpu)
-            if found is not None and found.time < _soonest(kernel, p, gpu):
+            if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
                 yield from _windows(kernel, gpu, pinned)
         yield from _written_out(kernel, p, gpu, pinned, pick)
         yield from _across(kernel, p, gpu, pinned, pick)
@@ -105,8 +104,7 @@ def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iter
 
 def _soonest(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of the best tiles of a product, whose operands may be stored first, by the model."""
-    ways = stored(merged(kernel, p, gpu).kernel, gpu)
-    return min(_best(kernel, gpu), *(x.time + way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), math.inf)
+    return min(_best(kernel, gpu), after(kernel, p, gpu))
 
 
 def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
@@ -166,7 +164,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
     if len(apart) == 1:
         return
-    if sum(_anyhow(x, _expected(x, gpu), gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
+    if sum(_expected(x, gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
@@ -186,7 +184,7 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: P
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
-    if _in_two(kernel, gpu) < SURE * _best(kernel, gpu):
+    if _in_two(kernel, gpu) < SURE * _anyhow(kernel, _best(kernel, gpu), gpu):
         apart = results_apart(kernel)
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
@@ -226,7 +224,7 @@ def _anyhow(kernel: l.Kernel, tiled: float, gpu: Gpu) -> float:
 
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a product, with its results computed apart where they will be."""
-    whole, parts = _best(kernel, gpu), _in_two(kernel, gpu)
+    whole, parts = _anyhow(kernel, _best(kernel, gpu), gpu), _in_two(kernel, gpu)
     return parts if parts < SURE * whole else whole
 
 
@@ -242,7 +240,7 @@ def _in_two(kernel: l.Kernel, gpu: Gpu) -> float:
         return math.inf
     size = apart[0].stores[0].buffer.type.dtype.size
     rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
-    return _best(apart[0], gpu) + rest
+    return _anyhow(apart[0], _best(apart[0], gpu), gpu) + rest
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:

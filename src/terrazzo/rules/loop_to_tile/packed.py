@@ -22,7 +22,8 @@ from terrazzo.rules.loop_to_tile.threads import step
 
 def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are not contiguous along the longest axis that both are summed
-    over, and `kernel`, which reads these.
+    over, or of which rows along it do not all begin at multiples of 16 bytes, and `kernel`, which reads these. Rows of
+    copies do.
 
     @loop
     def f(x: f32[2, 9, 3], w: f32[4, 9]):
@@ -40,17 +41,21 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     =>
     @loop
     def f(x: f32[2, 9, 3], w: f32[4, 9]):
-        with kernel('z_x', z_x=f32[2, 9, 3] @ (27, 1, 9)):
+        with kernel('z_x', z_x=f32[2, 9, 3] @ (36, 1, 12)):
             for a0 in free(54):
                 in0 = x[a0 // 27, a0 % 9, (a0 // 9) % 3]
                 z_x[a0 // 27, a0 % 9, (a0 // 9) % 3] = in0
+        with kernel('z_w', z_w=f32[4, 9] @ (12, 1)):
+            for a0 in free(36):
+                in0 = w[a0 // 9, a0 % 9]
+                z_w[a0 // 9, a0 % 9] = in0
         with kernel('z', z=f32[2, 3, 4]):
             for a0 in free(2):
                 for a1 in free(3):
                     for a2 in free(4):
                         for r0 in reduce(9):
                             in0 = z_x[a0, r0, a1]
-                            in1 = w[a2, r0]
+                            in1 = z_w[a2, r0]
                             v0 = mul(in0, in1)
                             acc0 <- sum(v0)
                         z[a0, a1, a2] = acc0
@@ -67,8 +72,9 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     copies: list[l.Kernel] = []
     taken: dict[Node, l.Load] = {}
     for x in loads:
-        if not _contiguous(x, depth):
-            copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, _dimension(x, depth) or 0)
+        if not _contiguous(x, depth) or not even(x.buffer):
+            last = _dimension(x, depth) or 0
+            copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
     return _reading(kernel, copies, taken)
@@ -239,14 +245,20 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     return _reading(kernel, copies.values(), taken)
 
 
+def even(buffer: l.Buffer) -> bool:
+    """Whether all rows of a buffer begin at multiples of 16 bytes."""
+    steps = zip(buffer.type.shape, buffer.type.element_strides, strict=True)
+    return all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for n, s in steps if 1 not in (n, s))
+
+
 def _uneven(buffer: l.Buffer) -> int | None:
     """The contiguous dimension of a buffer of which rows begin elsewhere than at multiples of 16 bytes; None where all
     do, or none is contiguous.
     """
-    steps = [s for n, s in zip(buffer.type.shape, buffer.type.element_strides, strict=True) if n != 1]
-    if 1 not in steps or all(isinstance(s, int) and s * buffer.type.dtype.size % WIDEST == 0 for s in steps if s != 1):
+    if even(buffer):
         return None
-    return max(d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+    found = (d for d, s in enumerate(buffer.type.element_strides) if s == 1 and buffer.type.shape[d] != 1)
+    return max(found, default=None)
 
 
 def _across(x: Node, p: Product) -> bool:
@@ -296,9 +308,9 @@ def _dimension(x: l.Load, axis: Any) -> int | None:
     return found[0] if len(found) == 1 and x.index[found[0]] is axis else None
 
 
-def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:
+def _copy(name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1) -> l.Kernel:
     """A kernel that stores a buffer with one of its dimensions contiguous, in rows of a multiple of `room` elements,
-    and the others as they were. Rows end in zeros.
+    and the others as they were. Rows end in zeros. They begin at multiples of `pitch` elements.
     """
     shape = [-(-n // room) * room if d == last else n for d, n in enumerate(source.type.static_shape)]
     order = [*(d for d in range(len(shape)) if d != last), last]
@@ -306,5 +318,5 @@ def _copy(name: str, source: l.Buffer, last: int, room: int = 1) -> l.Kernel:
     index: tuple[IntExpr, ...] = tuple(axes)
     inside = (source.type.static_shape[last] - 1 - axes[last],)
     load = l.Load.make(source, index, () if at_least(*inside, 0) else inside)
-    copy = l.Buffer(name, Type(source.type.dtype, tuple(shape), ordered_strides(shape, order)))
+    copy = l.Buffer(name, Type(source.type.dtype, tuple(shape), ordered_strides(shape, order, pitch)))
     return collapse(l.Kernel(name, tuple(axes[d] for d in order), (l.Store(copy, index, load),)))

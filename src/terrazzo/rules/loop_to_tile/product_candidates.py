@@ -25,15 +25,15 @@ from terrazzo.rules.tile.complete import Refused, complete
 
 
 def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
-    """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles.
-    Operands are copied first, where memory runs otherwise than boxes do.
+    """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles,
+    those after stored operands among them. Operands are copied first, where memory runs otherwise than boxes do.
     """
     whole, copies, form, found = _boxes(kernel, p, gpu)
     if found is None or not (plans := boxes.plans(found, gpu)):
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
     first, before = copied(copies, why, gpu, pinned)
-    others = best(merged(kernel, p, gpu).kernel, gpu)
+    others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
     for plan in plans:
         if plan.time + before < others:
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
@@ -77,6 +77,12 @@ def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, 
             form, chosen, _, rewrite = points(x, gpu)
             found.append(Candidate(((form, chosen, "points", why),)).after((rewrite, x, (form,))))
     return joined(found), sum(boxes.copying(x, gpu) for x in copies)
+
+
+def after(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of the best tiles of a product after kernels that store its operands; infinity where it has none."""
+    ways = stored(merged(kernel, p, gpu).kernel, gpu)
+    return min((x.time + way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), default=math.inf)
 
 
 def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

@@ -244,12 +244,13 @@ def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
 
 def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:
     """Nanoseconds in which a processor computes so many results of a product from its sums. A thread has those of two
-    rows, and loads two of a row at once: in a tile, it computes for both what depends on the column alone, and loads
+    rows, for both of which it computes what depends on the column alone. In a tile, it loads two of a row at once, but
     one by one what memory runs across the rows in.
     """
     r = results(p)
     if tile is None:
-        return points * (r.read / has.read + r.operations / has.after)
+        computed = r.operations + r.alone[p.n] / 2
+        return points * (r.read / has.read + computed / has.after)
     computed = r.operations + r.alone[tile.columns] / 2 + r.alone[tile.rows] * 4 / tile.n
     return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
 
