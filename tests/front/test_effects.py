@@ -54,6 +54,46 @@ def test_running_statistics() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_statistics_that_no_schema_says_are_written() -> None:
+    """What batch_norm is on a GPU: it writes to inputs, and its schema says nothing of that."""
+
+    def norm(*args: Any) -> Any:
+        return torch.ops.aten.cudnn_batch_norm(*args, True, 0.1, 1e-5)[0]
+
+    def fn(batch_norm: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any) -> Any:
+        mean.add_(1)
+        once = batch_norm(x, weight, bias, mean, var)
+        return batch_norm(once.relu(), weight, bias, mean, var), mean * 2
+
+    def eager(*args: Any) -> Any:
+        return fn(lambda x, w, b, m, v: torch.nn.functional.batch_norm(x, m, v, w, b, True), *args)
+
+    def ours(*args: Any) -> Any:
+        return fn(norm, *args)
+
+    x, weight, bias = torch.randn(4, 8, 5), torch.rand(8), torch.rand(8)
+    mine, theirs = ([torch.zeros(8), torch.ones(8)] for _ in range(2))
+    fast = terrazzo.compile(ours, x, weight, bias, *mine, options=INTERPRETER)
+    for _ in range(2):
+        got, expected = fast(x, weight, bias, *mine), eager(x, weight, bias, *theirs)
+        for a, b in zip((*got, *mine), (*expected, *theirs), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_running_statistics_on_a_gpu() -> None:
+    ours = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).cuda()
+    eager = copy.deepcopy(ours)
+    x = torch.randn(4, 3, 8, 8, device="cuda")
+    with torch.no_grad():
+        fast = terrazzo.compile(ours, x)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), eager(x), rtol=1e-3, atol=1e-3)  # cuDNN's convolution is of tf32
+    for a, b in zip(ours.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert not torch.equal(a, torch.zeros_like(a))
+
+
 class Counting(torch.nn.Module):  # type: ignore[misc]
     """Has every side effect a module may have; `how` says which."""
 

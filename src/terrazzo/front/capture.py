@@ -337,9 +337,17 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         ):
             wrapped = dispatch_functionalize(functional, functionalized.mode())
             gm = traced(wrapped, decomposition_table=table())(*tensors)
-            if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place on a value of its own
+            if any(_mutates(node) for node in gm.graph.nodes):  # a decomposition worked in place
+                run = Interpreter(gm).run
+
+                def again(*given: Any) -> Any:
+                    results = run(*given)
+                    hidden = [k for k in _changed(given, tensors) if k not in changed]
+                    changed.extend(hidden)  # which the schema of an op does not say (cudnn_batch_norm, its statistics)
+                    return [*results, *(given[k] for k in hidden)]
+
                 with preserve_node_meta():  # where in the user's program each is from
-                    gm = traced(dispatch_functionalize(Interpreter(gm).run, functionalized.mode()))(*tensors)
+                    gm = traced(dispatch_functionalize(again, functionalized.mode()))(*tensors)
     except TerrazzoError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
