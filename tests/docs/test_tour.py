@@ -82,6 +82,8 @@ def test_the_manual_has_every_op_rule_pass_and_option(monkeypatch: pytest.Monkey
     assert all(f"### {kind.__name__}\n" in generate.ir() for kind in KINDS.values())
     page = (DOCS / "schedules.md").read_text()
     assert generate.with_lines(page) == page and all(f"| `{op}` |" in page for op in KINDS)
+    readme = (DOCS.parent / "README.md").read_text()
+    assert generate.with_overview(readme) == readme and "| attention, forward |" in readme
     text = generate.rules()
     assert all(f"**{rule.name}**" in text for rule in complete.RULES)
     assert all(f"**{rule.name}**" in text for rule in torch_to_tensor.RULES)

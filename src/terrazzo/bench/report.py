@@ -14,6 +14,7 @@ from terrazzo.bench.compiling import PHASES
 from terrazzo.bench.gpu_report import counters, markdown, shapes, staircase, suite, where
 from terrazzo.bench.harness import busy
 from terrazzo.bench.operators import report as operators
+from terrazzo.bench.overview import overview
 from terrazzo.bench.programs import report as programs
 
 TITLES = {
@@ -54,11 +55,16 @@ def conditions(record: Mapping[str, Any]) -> str:
     return f"{record['cpu']}, {record['threads']} threads, {versions}{commit}, {record['date']}{load}"
 
 
+def records(results: Path) -> list[Any]:
+    """All records below a folder, by their paths."""
+    return [json.loads(path.read_text()) for path in sorted(results.rglob("*.json"))]
+
+
 def page(results: Path) -> str:
     """docs/performance.md, of all the records below `results`."""
-    parts = [HEAD]
-    for path in sorted(results.rglob("*.json")):
-        record = json.loads(path.read_text())
+    found = records(results)
+    parts = [HEAD, *OVERVIEW, "", *markdown(overview(found)), ""]
+    for record in found:
         if (part := PARTS.get(record.get("suite", ""))) is not None:
             parts += part(record)
             continue
@@ -249,6 +255,12 @@ fused into it included; what libraries reach is in `hw/library.py`. `terrazzo ex
 What is measured on this page is measured with `libraries="never"`. Ops without a kernel are called in any case.
 """.splitlines()
 
+
+OVERVIEW = """## Overview
+
+On an H200, by kind: how many times as fast ours is as the fastest peer of each case, `libraries="never"` but for model
+programs. Where they were measured, and at which commits, is said below with the cases.
+""".splitlines()
 
 PARTS = {
     "programs": _programs,
