@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
+import terrazzo
+
 
 def gradient(f: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     """Of the sum of what `f` makes of x, weighted."""
@@ -36,6 +38,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "between corners, one": lambda x: F.interpolate(x, size=(1, 17), mode="bilinear", align_corners=True),
     "between, in a volume": lambda x: F.interpolate(x[None], size=(6, 9, 11), mode="trilinear"),
     "between, along a line": lambda x: F.interpolate(x.flatten(2), size=150, mode="linear"),
+    "by cubes, twice": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "by cubes, by a number": lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic"),
+    "by cubes, of fewer": lambda x: F.interpolate(x, size=(4, 5), mode="bicubic"),
+    "by cubes, between corners": lambda x: F.interpolate(x, size=(20, 17), mode="bicubic", align_corners=True),
+    "by cubes, of one element": lambda x: F.interpolate(x[..., :1], size=(20, 3), mode="bicubic"),
     "means side by side": lambda x: F.avg_pool2d(x, 3),
     "what windows leave over": lambda x: F.avg_pool2d(x, 2),
     "means that overlap": lambda x: F.avg_pool2d(x, 3, 2, 1),
@@ -62,7 +69,7 @@ def test_places_gather_their_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("images", [2, 0])
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear"])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
 def test_they_do_so_under_torch_compile(mode: str, images: int) -> None:
     """PyTorch would take what resamples images apart before autograd sees it, and scatter gradients."""
     torch._dynamo.reset()
@@ -86,3 +93,20 @@ def test_an_infinite_gradient_is_that_of_its_own(mode: str) -> None:
     ours, eager = lowered(fn, (x, w), "sm_90a").simulated()[0], fn(x, w)
     np.testing.assert_array_equal(np.isinf(ours), np.isinf(eager))
     assert not np.isnan(ours).any()
+
+
+@pytest.mark.parametrize(
+    "how", [{"size": (224, 217)}, {"scale_factor": 1.7}, {"size": 61, "align_corners": True}], ids=str
+)
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_places_are_not_rounded(mode: str, how: Any) -> None:
+    """Eager mode is off by a rounding of the place, which is many of the numbers' where an image is large."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 96, 96)
+
+    def f(x: Any) -> Any:
+        return F.interpolate(x, mode=mode, **how)
+
+    exact = f(x.double())
+    ours = terrazzo.compile(f, x, options={"target": "interpreter", "strict": True})(x)
+    assert ((ours - exact).square().mean() / exact.square().mean()).sqrt() < 1.5e-7

@@ -152,7 +152,7 @@ def _det(x: Any) -> Any:
 EXTRA = (
     "linear", "matmul", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
     "_native_batch_norm_legit_no_training", "_native_batch_norm_legit_functional", "_unsafe_index", "norm",
-    "upsample_bilinear2d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
     "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "native_batch_norm_backward", "native_layer_norm_backward",
     "native_group_norm_backward", "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward",

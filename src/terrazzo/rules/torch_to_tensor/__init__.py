@@ -13,6 +13,7 @@ from terrazzo.rules.torch_to_tensor import (
     pooling,
     reduction,
     resample,
+    resample_gradients,
     scan,
     scatter,
     special,
@@ -35,5 +36,6 @@ RULES = (
     *pooling.RULES,
     *folding.RULES,
     *resample.RULES,
+    *resample_gradients.RULES,
     *loss.RULES,
 )
