@@ -12,6 +12,7 @@ def case(dtype: str, group: str = "", problem: str = "", **us: float) -> dict[st
 def test_a_row_for_each_kind_and_type_beside_the_fastest_peer() -> None:
     attention = {
         "suite": "attention",
+        "meta": {"gpu": "NVIDIA H200"},
         "cases": [
             case("bf16", "forward", terrazzo=10.0, cudnn=20.0, eager=40.0),
             case("bf16", "forward", terrazzo=10.0, cudnn=20.0, flash=5.0),
@@ -20,11 +21,15 @@ def test_a_row_for_each_kind_and_type_beside_the_fastest_peer() -> None:
             case("bf16", "decode"),
         ],
     }
-    programs = {"suite": "programs", "cases": [{**case("f32", terrazzo=2.0, eager=3.0)}, {"failed": "spilled"}]}
+    programs = {
+        "suite": "programs",
+        "meta": {"gpu": "NVIDIA H100 80GB HBM3"},
+        "cases": [{**case("f32", terrazzo=2.0, eager=3.0)}, {"failed": "spilled"}],
+    }
     unknown = {"suite": "counters", "cases": [case("bf16", terrazzo=1.0, eager=1.0)]}
     assert overview([programs, unknown, attention]) == [
         HEAD,
-        ("attention, forward", "bf16", "2", "PyTorch, cuDNN, FlashAttention", "**1.00**", "0.50"),
-        ("attention, forward", "f16", "1", "cuDNN", "**0.90**", "0.90"),
-        ("model programs and training steps", "f32", "1", "PyTorch", "**1.50**", "1.50"),
+        ("attention, forward", "bf16", "H200", "2", "PyTorch, cuDNN, FlashAttention", "**1.00**", "0.50"),
+        ("attention, forward", "f16", "H200", "1", "cuDNN", "**0.90**", "0.90"),
+        ("model programs and training steps", "f32", "H100", "1", "PyTorch", "**1.50**", "1.50"),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.bench.gpu_report import mean
 from terrazzo.bench.programs import report as programs
 
-HEAD = ("what", "type", "cases", "the fastest of", "geometric mean", "least")
+HEAD = ("what", "type", "GPU", "cases", "the fastest of", "geometric mean", "least")
 
 KINDS = {
     ("squares", ""): "square products, 512 to 16384",
@@ -44,14 +44,14 @@ PEERS = {
 
 def overview(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """A header, and for each kind and type how many times as fast ours is as the fastest peer of each case."""
-    by_suite = {record.get("suite"): record for record in records}
     return [
         HEAD,
         *(
             row
             for (suite, group), title in KINDS.items()
-            if suite in by_suite
-            for row in _rows(title, _cases(by_suite[suite], group))
+            for record in records
+            if record.get("suite") == suite and "gpu" in record.get("meta", {})
+            for row in _rows(title, record["meta"]["gpu"].split()[1], _cases(record, group))
         ),
     ]
 
@@ -64,10 +64,10 @@ def _cases(record: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
     return [c for c in cases if c["us"] and not c["problem"] and group in ("", c.get("group"))]
 
 
-def _rows(title: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _rows(title: str, gpu: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for dtype in dict.fromkeys(c["dtype"] for c in cases):
         times = [c["us"] for c in cases if c["dtype"] == dtype]
         named = {name for us in times for name in us}
         peers = ", ".join(told for name, told in PEERS.items() if name in named)
         ratios = [min(t for name, t in us.items() if name != "terrazzo") / us["terrazzo"] for us in times]
-        yield title, dtype, str(len(times)), peers, f"**{mean(ratios):.2f}**", f"{min(ratios):.2f}"
+        yield title, dtype, gpu, str(len(times)), peers, f"**{mean(ratios):.2f}**", f"{min(ratios):.2f}"

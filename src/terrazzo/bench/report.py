@@ -258,7 +258,7 @@ What is measured on this page is measured with `libraries="never"`. Ops without 
 
 OVERVIEW = """## Overview
 
-On an H200, by kind: how many times as fast ours is as the fastest peer of each case, `libraries="never"` but for model
+By kind: how many times as fast ours is as the fastest peer of each case, `libraries="never"` but for model
 programs. Where they were measured, and at which commits, is said below with the cases.
 """.splitlines()
 
