@@ -20,6 +20,7 @@ from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
+from terrazzo.front.unfolded import unfold_by_views
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -78,6 +79,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     inline_regions(gm)
     _define(gm)
     gather_picked(gm)
+    unfold_by_views(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             return aot_module_simplified(
