@@ -74,3 +74,15 @@ def test_gradients_of_windows(form: tuple[int, int, int]) -> None:
     (mine,) = torch.autograd.grad(torch.compile(f, backend="terrazzo", options=options)(x).sum(), x)
     (theirs,) = torch.autograd.grad(f(x).sum(), x)
     torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("form", [TOUCHING, APART, ENDING_SHORT, SHARED])
+def test_windows_within_transforms(form: tuple[int, int, int]) -> None:
+    def f(x: Any) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda x: x.exp().unfold(*form).square().sum()))(x)
+
+    x = torch.randn(2, 20, 17).transpose(1, 2)
+    torch._dynamo.reset()
+    options = {"target": "interpreter", "strict": True}
+    torch.testing.assert_close(torch.compile(f, backend="terrazzo", options=options)(x), f(x))
+    torch.testing.assert_close(terrazzo.compile(f, x, options={"target": "interpreter"})(x), f(x))

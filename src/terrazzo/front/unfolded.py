@@ -13,12 +13,16 @@ from typing import Any
 
 def windows(x: Any, dimension: int, size: int, step: int) -> Any:
     """x.unfold(dimension, size, step)."""
+    from torch._C._functorch import is_functorch_wrapped_tensor as wrapped
+
     d = dimension + x.dim() if dimension < 0 else dimension
     if not 0 <= d < x.dim() or not 0 < size <= min(step, x.shape[d]):  # they overlap, or PyTorch has an error
         return x.unfold(dimension, size, step)
     count = (x.shape[d] - size) // step + 1
     if count * step <= x.shape[d]:
         return x.narrow(d, 0, count * step).unflatten(d, (count, step)).narrow(d + 1, 0, size).movedim(d + 1, -1)
+    if wrapped(x):  # within a transform of torch.func, which does not say how x lies
+        return x.unfold(dimension, size, step)
     shape, strides = list(x.shape), list(x.stride())
     shape[d], strides[d] = count, step * x.stride(d)
     return x.as_strided([*shape, size], [*strides, x.stride(d)])
