@@ -464,3 +464,13 @@ def test_what_is_no_tensor_and_not_plain_is_refused() -> None:
         terrazzo.compile(lambda x: 3, torch.ones(3), options=INTERPRETER)
     with pytest.raises(UserError, match="the results must be tensors; found object"):
         terrazzo.compile(lambda x: (x + 1, object()), torch.ones(3), options=INTERPRETER)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_what_a_trace_within_the_call_left_is_refused() -> None:
+    def f(x: Any) -> Any:
+        value, tangent = torch.func.linearize(lambda x: x.tanh().sum() ** 2, x)
+        return value, tangent(x)
+
+    with pytest.raises(Limitation, match="left a tensor without data, as torch.func.linearize does"):
+        terrazzo.compile(f, torch.ones(3), options=INTERPRETER)
