@@ -472,5 +472,5 @@ def test_what_a_trace_within_the_call_left_is_refused() -> None:
         value, tangent = torch.func.linearize(lambda x: x.tanh().sum() ** 2, x)
         return value, tangent(x)
 
-    with pytest.raises(Limitation, match="left a tensor without data, as torch.func.linearize does"):
+    with pytest.raises(Limitation, match=r"left a tensor without data, as torch\.func\.linearize does"):
         terrazzo.compile(f, torch.ones(3), options=INTERPRETER)
