@@ -26,7 +26,7 @@ class CompiledCall:
         self.captured, self.compiled = captured, compiled
         count = len(captured.leaves)
         self.positional = count if captured.arguments == pytree.tree_structure(((0,) * count, {})) else None
-        self.single = captured.structure == pytree.tree_structure(0)
+        self.single = captured.structure == pytree.tree_structure(0) and not captured.plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured, results = self.captured, self.captured.results
@@ -40,13 +40,12 @@ class CompiledCall:
         if self.single and results.fresh and not captured.changed:
             return results.only(values)
         import torch
-        from torch.utils import _pytree as pytree
 
         computed = len(results.layouts)
         with torch.no_grad():
             for k, new in zip(captured.changed, values[computed:], strict=True):
                 inputs[k].copy_(new)
-            return pytree.tree_unflatten(results.make(inputs, values[:computed]), captured.structure)
+            return captured.whole(results.make(inputs, values[:computed]))
 
     def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments without their nesting; UserError where that is another than that of the example."""
@@ -136,8 +135,9 @@ def compile(
     Parameters and buffers of a module are bound: later in-place changes to them are seen (with `freezing`, those that
     PyTorch counts), replacing them is not, nor is `.eval()` or `.train()`; whole numbers that a module keeps as buffers
     and branches on may not change. Tensors that the call changes in place are changed; a call with other side effects
-    is refused, and so is one whose other arguments are not those of the example. `options` is an `Options` or a mapping
-    of its fields. Raises UserError where the call cannot be captured.
+    is refused, and so is one whose other arguments are not those of the example. Results that are no tensors (None,
+    numbers, strings) are those of the example. `options` is an `Options` or a mapping of its fields. Raises UserError
+    where the call cannot be captured.
     """
     import torch
     from torch.utils import _pytree as pytree

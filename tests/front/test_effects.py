@@ -426,3 +426,51 @@ def test_a_shared_module_is_as_it_was_and_its_weights_are_seen_everywhere() -> N
         torch.testing.assert_close(compiled(x), module(x))
         module.out.weight.mul_(2)
         torch.testing.assert_close(compiled(x), module(x))
+
+
+def test_results_that_are_no_tensors(tmp_path: Path) -> None:
+    def f(x: Any, power: int) -> Any:
+        y = x**power
+        return {"y": y, "power": power, "none": None}, [y.sum(), "text", 0.5, y]
+
+    def step(weight: Any, gradient: Any) -> None:
+        weight.sub_(gradient)
+
+    options = {"target": "interpreter", "cache_dir": tmp_path}
+    x = torch.arange(6.0)
+    fast = terrazzo.compile(f, x, 2, options=options)
+    named, listed = fast(x + 1, 2)
+    assert torch.equal(named["y"], (x + 1) ** 2) and (named["power"], named["none"]) == (2, None)
+    assert torch.equal(listed[0], ((x + 1) ** 2).sum()) and listed[1:3] == ["text", 0.5] and listed[3] is named["y"]
+    weight = x.clone()
+    assert terrazzo.compile(step, weight.clone(), x, options=options)(weight, x + 1) is None
+    assert torch.equal(weight, -torch.ones(6))
+
+
+def test_a_number_that_is_another_each_time_is_refused() -> None:
+    class Counted(torch.nn.Module):
+        steps = 0
+
+        def forward(self, x: Any) -> Any:
+            self.steps += 1
+            return x + 1, self.steps
+
+    with pytest.raises(UserError, match="the call sets steps"):
+        terrazzo.compile(Counted(), torch.ones(3), options=INTERPRETER)
+
+
+def test_what_is_no_tensor_and_not_plain_is_refused() -> None:
+    with pytest.raises(UserError, match="the results must be tensors; found int"):
+        terrazzo.compile(lambda x: 3, torch.ones(3), options=INTERPRETER)
+    with pytest.raises(UserError, match="the results must be tensors; found object"):
+        terrazzo.compile(lambda x: (x + 1, object()), torch.ones(3), options=INTERPRETER)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_what_a_trace_within_the_call_left_is_refused() -> None:
+    def f(x: Any) -> Any:
+        value, tangent = torch.func.linearize(lambda x: x.tanh().sum() ** 2, x)
+        return value, tangent(x)
+
+    with pytest.raises(Limitation, match=r"left a tensor without data, as torch\.func\.linearize does"):
+        terrazzo.compile(f, torch.ones(3), options=INTERPRETER)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import terrazzo
 from terrazzo.errors import UserError
@@ -41,6 +42,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "a scan": (lambda x: x.transpose(0, 1).cumsum(1) * 2, (torch.randn(3, 4),)),
     "a call": (lambda x: torch.fft.fft(x).real + 1, (torch.randn(4, 3).t(),)),
     "rows of one": (lambda x: x.transpose(1, 2).exp(), (torch.randn(2, 1, 3, 4),)),
+    "a norm of what is turned": (nn.BatchNorm1d(5), (torch.randn(2, 4, 5).transpose(1, 2),)),
+    "a norm of images": (nn.BatchNorm2d(3).eval(), (images(2, 3, 4, 5),)),
+    "angles": (torch.angle, (torch.randn(2, 4, 5, dtype=torch.complex64).transpose(1, 2),)),
+    "phases": (torch.angle, (torch.randn(4, 5).t(),)),
+    "a sum and products": (
+        torch.baddbmm,
+        (torch.randn(6, 5, 2).transpose(0, 2), torch.randn(2, 5, 3), torch.randn(2, 3, 6)),
+    ),
+    "nearest": (lambda x: F.interpolate(x, 7), (torch.randn(2, 4, 5).transpose(1, 2),)),
     "an input and a number": (lambda x: (x + 1, torch.zeros(3, 4).t().clone()), (torch.randn(4, 3).t(),)),
 }
 
@@ -120,3 +130,9 @@ def f(x: f32[3, 4]):
     with pytest.raises(UserError, match="y cannot lie as f32") as refused:
         lowering(program, Options(target="cpu"))
     assert program.results[0] in refused.value.about
+
+
+def test_what_lies_in_rows_can_be_viewed() -> None:
+    norm, x = nn.BatchNorm1d(5).eval(), torch.randn(2, 4, 5).transpose(1, 2)
+    compiled = terrazzo.compile(lambda x: norm(x).view(2, -1), x, options={"target": "interpreter"})
+    torch.testing.assert_close(compiled(x), norm(x).view(2, -1))

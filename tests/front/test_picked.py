@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import grad, jvp, vmap
 
 PICKED: tuple[Callable[..., Any], ...] = (
     lambda x, k: x[k] * 2,
@@ -37,6 +38,21 @@ def test_what_is_picked_is_compiled(function: Callable[..., Any], k: Tensor) -> 
     ours.sum().backward()
     function(xs[1], k).sum().backward()
     torch.testing.assert_close(xs[0].grad, xs[1].grad)
+
+
+TRANSFORMED: tuple[Callable[..., Any], ...] = (
+    lambda x, k, at: vmap(lambda row, j: row[j])(x, at),
+    lambda x, k, at: vmap(lambda row, j: row[j] * row[k])(x, at),
+    lambda x, k, at: vmap(lambda row, j: row.clone().index_fill(0, j, 3.0)[j])(x, at),
+    lambda x, k, at: grad(lambda x: (x[k] ** 2).sum())(x),
+    lambda x, k, at: jvp(lambda x: x[k] ** 2, (x,), (x,))[1],
+)
+
+
+@pytest.mark.parametrize("function", TRANSFORMED)
+def test_within_transforms(function: Callable[..., Any]) -> None:
+    given = torch.rand(4, 4), torch.tensor(2), torch.tensor([3, 0, 1, -1])
+    torch.testing.assert_close(compiled(function)(*given), function(*given))
 
 
 def test_a_number_out_of_range_is_an_error() -> None:

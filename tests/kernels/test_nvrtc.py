@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,26 @@ WAITS = "ptxas info : (C7520) warpgroup.wait is injected in around line 12 by co
 def test_a_kernel_is_serialised_where_ptxas_waits_and_not_where_it_adds_a_fence(told: str, wrong: bool) -> None:
     found = _facts(f"{told} in function 'k'\nptxas info : Used 168 registers", True)
     assert found.problem() == ("ptxas serialises its wgmma" if wrong else "") and found.runs
+
+
+FORKS = """
+import os, signal, sys
+from pathlib import Path
+from terrazzo.run.cache import Cache
+from terrazzo.run.nvrtc import compile_each
+
+cache = Cache(Path(sys.argv[1]), 1 << 30)
+compile_each(['extern "C" __global__ void k_parent() {}'], "sm_90a", cache)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    source = 'extern "C" __global__ void k_child() {}'
+    os._exit(0 if compile_each([source], "sm_90a", cache)[source].path else 1)
+sys.exit(os.waitpid(child, 0)[1] != 0)
+"""
+
+
+def test_a_child_of_a_process_that_compiled_compiles(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

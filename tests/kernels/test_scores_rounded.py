@@ -43,3 +43,14 @@ def test_attention_is_left_as_it_is() -> None:
 
     found = lowered(biased, (*(torch.randn(2, 128, 64) for _ in range(3)), torch.randn(128, 128)), "sm_90a")
     assert found.kernels and not any("tz_rounded_mul(" in emit(x)[1] for x in found.kernels)
+
+
+def test_products_are_rounded_on_a_processor() -> None:
+    """What was added to one that was not rounded would be above or below 0."""
+    torch.manual_seed(0)
+    for kind in (torch.float32, torch.float64):
+        x = torch.randn(4099, dtype=kind)
+        found = terrazzo.compile(
+            lambda x, y: (y - x * x).ceil() + (x * x - y).ceil(), x, x * x, options={"target": "cpu"}
+        )(x, x * x)
+        assert not found.any()

@@ -69,7 +69,7 @@ def _exact(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]
 
     captured = capture(fn, args, kwargs)
     results = interpreter.run(captured.program, {**captured.bound, **captured.given(args, kwargs)}, precise=True)
-    return results[: captured.structure.num_leaves]
+    return results[: captured.count]
 
 
 def _turns(fn: Callable[..., Any], sets: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Callable[[], object]:

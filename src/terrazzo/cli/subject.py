@@ -73,7 +73,7 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, re
         """The results, and the new values of what the call changes, which is put back."""
         before = [t.clone() for t in changed]
         with torch.no_grad():
-            results = list(pytree.tree_leaves(fn(*args, **(kwargs or {}))))
+            results = [x for x in pytree.tree_leaves(fn(*args, **(kwargs or {}))) if isinstance(x, torch.Tensor)]
             if changed:
                 results = [t.clone() for t in (*results, *changed)]
             for t, value in zip(changed, before, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -37,6 +37,8 @@ from terrazzo.ir.show import show
 
 TENSOR = object()
 """Stands for a tensor among the arguments of a call."""
+PLAIN = (type(None), bool, int, float, complex, str)
+"""What a call may give back beside tensors: the same each time."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Captured:
     call changes; their new values are the program's last results. `arguments` and `structure` are the trees that the
     arguments and the results come in, `leaves` the arguments with `TENSOR` for a tensor, and `names` what they are
     called. `numbers` are tensors of the module whose values at capture are part of the program, by name, with how often
-    each had been changed then.
+    each had been changed then. `plain` has the results that are no tensors, by their number among all.
     """
 
     program: Program
@@ -62,6 +64,20 @@ class Captured:
     results: Results | None
     structure: Any
     numbers: tuple[tuple[str, Any, int], ...] = ()
+    plain: Mapping[int, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many of the program's results are the call's; the others are what it changes."""
+        return int(self.structure.num_leaves) - len(self.plain)
+
+    def whole(self, tensors: Sequence[Any]) -> Any:
+        """The results of the call, of those that are tensors."""
+        from torch.utils import _pytree as pytree
+
+        left = iter(tensors)
+        every = [self.plain[k] if k in self.plain else next(left) for k in range(self.structure.num_leaves)]
+        return pytree.tree_unflatten(every, self.structure)
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of a call, by the names of `inputs`."""
@@ -139,7 +155,7 @@ def times_changed(t: Any) -> int:
 
 def _same(a: Captured, b: Captured) -> bool:
     """Whether two calls of one function are the same program, with the same tensors bound to it."""
-    if show(a.program) != show(b.program) or (a.results, a.structure) != (b.results, b.structure):
+    if show(a.program) != show(b.program) or (a.results, a.structure, a.plain) != (b.results, b.structure, b.plain):
         return False
     return all(t is b.bound[n] or _equal_constants(t, b.bound[n]) for n, t in a.bound.items())
 
@@ -172,6 +188,7 @@ def _capture(
     flat, arguments = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     varying = [k for k, v in enumerate(flat) if isinstance(v, torch.Tensor)]
     structure: list[Any] = []
+    plain: dict[int, Any] = {}
     known: list[Result | None] = []
 
     def call(tensors: list[Any]) -> list[Any]:
@@ -188,8 +205,12 @@ def _capture(
             out = fn(*called[0], **called[1]) if module is None else functional(module, weights, *called)
         found: list[Any]
         found, tree = pytree.tree_flatten(out)
-        if any(not isinstance(x, torch.Tensor) for x in found):
-            kinds = sorted({type(x).__name__ for x in found if not isinstance(x, torch.Tensor)})
+        plain.clear()
+        plain.update((k, x) for k, x in enumerate(found) if type(x) in PLAIN)
+        found = [x for k, x in enumerate(found) if k not in plain]
+        changes = any(torch._functionalize_has_data_mutation(t.elem) for t in tensors)
+        if not all(isinstance(x, torch.Tensor) for x in found) or not (found or changes):
+            kinds = sorted({type(x).__name__ for x in (*found, *plain.values()) if not isinstance(x, torch.Tensor)})
             raise UserError(
                 f"the results must be tensors; found {', '.join(kinds)}. "
                 "Wrap the call in a function that returns tensors"
@@ -245,6 +266,7 @@ def _capture(
         results,
         structure[-1],
         tuple((n, t, times_changed(t)) for n, t in numbers.items()),
+        plain,
     )
 
 

@@ -20,13 +20,14 @@ from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
+from terrazzo.front.unfolded import unfold_by_views, windows
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
 MANY = 3
 """Sets of sizes that a graph is compiled for before we say what to do about it."""
 
-SHARING = ("unfold", "as_strided")
+SHARING = ("unfold", windows.__name__, "as_strided")
 """Functions whose results may have elements that share places, other than by a stride of 0, which AOTAutograd sees."""
 
 _graphs = count()
@@ -78,6 +79,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     inline_regions(gm)
     _define(gm)
     gather_picked(gm)
+    unfold_by_views(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             return aot_module_simplified(

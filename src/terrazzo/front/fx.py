@@ -82,11 +82,14 @@ class _Reader:
 
     def _value(self, node: Any, label: str) -> Any:
         import torch
+        from torch._subclasses.fake_tensor import FakeTensor
 
         if node.op in ("placeholder", "get_attr"):
             tensor = node.meta["val"] if node.op == "placeholder" else attribute(self.gm, node.target)
             if not isinstance(tensor, torch.Tensor):
                 raise Limitation(f"the input is no tensor but {type(tensor).__name__}; compile for concrete sizes")
+            if node.op == "get_attr" and isinstance(tensor, FakeTensor):
+                raise Limitation("a trace within the call left a tensor without data, as torch.func.linearize does")
             if node.op == "get_attr" and _is_number(node, tensor):
                 return Aten("aten.full.default", (tuple(tensor.shape), tensor.item()), (), _type(tensor))
             value = Input(label, type_of(tensor))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from terrazzo.errors import Limitation
+from terrazzo.front.unfolded import windows
 
 CHECK = "aten::_linalg_check_errors"
 
@@ -130,6 +131,7 @@ def definitions() -> dict[Any, Callable[..., Any]]:
         torch.nn.functional.ctc_loss: _ctc_loss,
         torch.ctc_loss: _ctc_loss,
         torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
+        torch.Tensor.unfold: windows,
     }
 
 

@@ -68,10 +68,13 @@ def _value(x: Any) -> Any:
 
 
 def _memory(x: Any) -> int | None:
-    """What a node's tensor lies in."""
+    """What a node's tensor lies in, or, within a transform of torch.func, the tensor that this wraps."""
     import torch
+    from torch._C import _functorch as wrapped
 
     value = _value(x)
+    while isinstance(value, torch.Tensor) and wrapped.is_functorch_wrapped_tensor(value):
+        value = wrapped.get_unwrapped(value)
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 

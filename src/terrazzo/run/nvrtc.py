@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -108,11 +109,16 @@ def compile_each(
         return {source: future.result() for future, source in begun.items() if future.done()}
 
 
-_begun: dict[tuple[str, str, str], Future[Made]] = {}
+_begun: dict[tuple[int, str, str, str], Future[Made]] = {}
+
+
+def _pool() -> ThreadPoolExecutor:
+    return _threads(os.getpid())
 
 
 @once
-def _pool() -> ThreadPoolExecutor:
+def _threads(process: int) -> ThreadPoolExecutor:
+    """Those of a process: its forked children have none of them."""
     return ThreadPoolExecutor(processors(), "terrazzo-nvrtc")
 
 
@@ -120,7 +126,7 @@ def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
     """Have a source compiled beside what goes on here, unless the cache has what becomes of it. The thread that did it
     puts it there, so it is kept whatever happens here meanwhile.
     """
-    key = source, arch, str(cache.directory)
+    key = os.getpid(), source, arch, str(cache.directory)
     future = _begun.get(key)
     if future is None or future.cancelled():
         future = _begun[key] = _pool().submit(_made, source, arch, cache)
@@ -130,7 +136,7 @@ def begin(source: str, arch: str, cache: Cache) -> Future[Made]:
 
 def idle() -> bool:
     """Whether there are processors for which nothing waits to be compiled."""
-    return sum(not x.done() for x in list(_begun.values())) < processors()
+    return sum(not x.done() for key, x in list(_begun.items()) if key[0] == os.getpid()) < processors()
 
 
 @contextmanager

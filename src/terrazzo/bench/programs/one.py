@@ -247,7 +247,7 @@ def exact(module: Any, inputs: Sequence[Any], ours: Any) -> list[Any]:
         captured = capture(module, inputs)  # each result is a value of its own there
         given = {**captured.bound, **captured.given(inputs, {})}
         try:
-            return interpreter.run(captured.program, given, precise=True)[: captured.structure.num_leaves]
+            return interpreter.run(captured.program, given, precise=True)[: captured.count]
         except CallFailed:
             return of(torch.float32)
 
