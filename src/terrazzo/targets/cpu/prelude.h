@@ -186,7 +186,9 @@ template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak
   constexpr int N = tz_cols<T>();
   int64_t i = 0;
   for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, 8>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
 }
 // Two vectors in blocks of H lanes: the even blocks of both, or the odd ones.
