@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from terrazzo.bench.harness import accuracy
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
+from terrazzo.ir.sites import sites
 from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.targets.cpu.emit import emit
+from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import guards
 
 FIRST, LAST = torch.contiguous_format, torch.channels_last
@@ -72,6 +75,40 @@ def test_no_windows_are_stored_and_no_guard_is_asked_at_each_point(name: str) ->
     assert " ? " not in text
     assert "left0" not in text
     assert ("tz_rows<" in text) != ("each channel" in name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "filters", "given"),
+    [
+        ((2, 6, 9, 8), (6, 20, 4, 4), {"stride": 2, "padding": 1}),
+        ((2, 6, 9, 8), (6, 4, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+        ((1, 8, 5, 6), (8, 3, 5, 5), {"stride": 3, "padding": 1, "groups": 2}),
+        ((1, 3, 8, 8), (3, 5, 3, 3), {"stride": 2, "dilation": 3, "padding": 2, "output_padding": 1}),
+    ],
+)
+def test_transposed_convolutions_add_up_what_their_strides_divide(
+    shape: Any, filters: Any, given: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(shape), torch.randn(filters)
+
+    def convolved(x: Any, w: Any) -> Any:
+        return F.conv_transpose2d(x, w, **given)
+
+    options = {"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER}
+    ours = terrazzo.compile(convolved, x, w, options=options)(x, w)
+    assert accuracy([ours], [convolved(x, w)], [convolved(x.double(), w.double())]).problem == ""
+    (kernel,) = lowering(capture(convolved, (x, w)).program, Options(target="cpu")).loop.steps
+    assert isinstance(kernel, l.Kernel)
+    divided = all(n % given["stride"] == 0 for n in kernel.stores[0].buffer.type.static_shape[2:])
+    before, after = (_steps(k) for k in (kernel, phases(kernel)))
+    assert after < before if divided else after == before
+
+
+def _steps(kernel: l.Kernel) -> int:
+    """How many products each sum is of."""
+    (r,) = sites(kernel).carried.values()
+    return math.prod(a.extent for a in r.axes)  # type: ignore[union-attr]
 
 
 def test_a_guard_that_does_not_hold_from_one_place_to_another_stays() -> None:

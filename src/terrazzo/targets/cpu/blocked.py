@@ -22,6 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.rules.loop_to_tile.collapse import digits_apart
+from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import digits, written
 from terrazzo.targets.cpu.tiles import (
     COLUMNS,
@@ -54,7 +55,7 @@ BLOCKS = 32
 
 def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
     """The body of the kernel's function, or None where the kernel is not of this form."""
-    kernel = digits_apart(kernel)
+    kernel = digits_apart(phases(kernel))
     found = tiled(kernel)
     if found is None:
         return None

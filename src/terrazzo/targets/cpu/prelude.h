@@ -191,6 +191,17 @@ template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak
   for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
 }
+// A run of numbers, copied; it is short, most often.
+template <class T> TZ void tz_run(T* to, const T* from, int64_t n) {
+  using M = typename tz_vec<T>::memory;
+  constexpr int L = tz_vec<T>::lanes;
+  if (n >= L) {
+    for (int64_t i = 0; i + L <= n; i += L) *(M*)(to + i) = *(const M*)(from + i);
+    *(M*)(to + n - L) = *(const M*)(from + n - L);  // the rest, with some of what is there already
+  } else {
+    for (int64_t i = 0; i < n; i++) to[i] = from[i];
+  }
+}
 // Two vectors in blocks of H lanes: the even blocks of both, or the odd ones.
 template <int H, bool odd, class V, size_t... I> TZ V tz_blocks(V a, V b, std::index_sequence<I...>) {
   constexpr int L = sizeof...(I);

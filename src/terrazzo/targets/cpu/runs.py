@@ -15,7 +15,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, substitute, topological, transform
-from terrazzo.targets.terms import Scope, c_type, expression, index
+from terrazzo.targets.terms import Scope, c_type, element, expression, index
 
 
 def guards(terms: Sequence[Node], axis: Expr) -> tuple[IntExpr, ...] | None:
@@ -129,7 +129,14 @@ def written(
     asked = guards([x], last)
     target = f"{memory}[{o} * {along_outer} + ({i} + {run} - {at}){'' if along_inner == '1' else f' * {along_inner}'}]"
 
+    def at_first(a: str) -> Scope:
+        first = scope.inner()
+        first.names[last] = a
+        return first
+
     def loop(y: Any, a: str, b: str, simd: bool) -> list[str]:
+        if isinstance(y, l.Load) and not y.inside and stride(y, last) == 1 and along_inner == "1" and not _checks(y):
+            return [f"tz_run(&{target.replace(run, a)}, &{element(y.buffer, y.index, at_first(a))}, {b} - {a});"]
         body = computed(y, scope.inner())
         return [
             *(["#pragma omp simd"] if simd else []),

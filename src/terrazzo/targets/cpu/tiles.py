@@ -24,6 +24,8 @@ TILE = 12
 """Rows of a tile in registers, at most."""
 LARGEST = 1 << 20
 """Elements of a factor that is written whole, where it need not be."""
+RUN = 25.0
+"""What a run costs besides its elements, in vectors of multiply-adds."""
 CHEAP = 2
 """The price of a factor, in additions, up to which it may be computed several times."""
 
@@ -79,8 +81,9 @@ def _ways(kernel: l.Kernel, found: Sites, products: Sequence[Contraction]) -> It
             made = tuple(Site(p.reduce, *pair, _steps(p, pair)) for p, pair in zip(products, pairs, strict=True))
             if in_place := _together(made, rows):
                 rows = in_place
-            if numel(rows) >= 2 and numel(columns) >= 4:
-                yield Tiled(made, tuple(rows), tuple(columns))
+            for some in (columns, columns[-1:]):  # a block of the last ones only is one run
+                if numel(rows) >= 2 and numel(some) >= 4:
+                    yield Tiled(made, tuple(rows), tuple(some))
 
 
 def _as_stored(kernel: l.Kernel, axes: Sequence[Any]) -> list[Any]:
@@ -150,13 +153,13 @@ def _price(kernel: l.Kernel, way: Tiled) -> float:
         panels = 1 if kept(site, way) else -(-m // ROWS)
         work += panels * count * k * _packing(site.right, site.steps, way.columns)
         if direct(site, way.rows) is None:
-            axis, groups = site.steps[-1], 1
+            along, groups = site.steps, 1
             if not whole(site, way):
-                axis, groups = (way.rows[-1] if by_rows(site, way) else axis), -(-count // COLUMNS)
-            work += groups * m * k * _packing(site.left, site.steps, (axis,))
+                along, groups = (way.rows if by_rows(site, way) else along), -(-count // COLUMNS)
+            work += groups * m * k * _packing(site.left, site.steps, along)
     offsets = [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
-    along = all(coefficient(o, way.columns[-1]) == 1 for o in offsets)
-    return around * (work + m * count * len(offsets) * (0.1 if along else 1.0))
+    contiguous = all(coefficient(o, way.columns[-1]) == 1 for o in offsets)
+    return float(around * (work + m * count * len(offsets) * (0.1 if contiguous else 1.0)))
 
 
 def _packing(x: Node, steps: Sequence[Any], along: Sequence[Any]) -> float:
@@ -166,7 +169,7 @@ def _packing(x: Node, steps: Sequence[Any], along: Sequence[Any]) -> float:
         return 1.0
     by, far = stride(one, along[-1]), float(along[-1].extent)
     if by == 1:
-        return 0.15 + 1 / far
+        return 0.15 + RUN * (1 / 32 + (1 / far if len(along) > 1 else 0))
     return 0.3 if plain(one) and flat(one, steps) == 1 else 0.5 + 1 / far if by == 2 else 1.5
 
 
