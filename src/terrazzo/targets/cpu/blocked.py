@@ -51,6 +51,10 @@ PACKED = 96
 """The same, where they are written first."""
 BLOCKS = 32
 """Blocks that many threads can share."""
+PANEL = 32
+"""Columns of a panel, at most."""
+STACK = 1 << 17
+"""Numbers of a tile that may be on the stack of a thread."""
 
 
 def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
@@ -106,11 +110,15 @@ class Blocked:
         out.append(
             f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), g1 = std::min<int64_t>(g0 + G * N, {columns});"
         )
-        out.append(f"  alignas(64) static thread_local {self.type} panel[K * N], tile[{len(self.sites)}][G * M * N];")
+        memory = f"  alignas(64) {self.type}"  # of the stack, which all kernels share, where it has room
+        wide = COLUMNS if self.packed else PANEL
+        if len(self.sites) * block * wide > STACK:
+            memory = memory.replace("alignas(64)", "alignas(64) static thread_local")
+        out.append(f"{memory} panel[K * N], tile[{len(self.sites)}][G * M * N];")
         if self.packed:
-            out.append(f"  alignas(64) static thread_local {self.type} rows[M * K];")
+            out.append(f"{memory} rows[M * K];")
         if any(depth(site) > DEPTH * PANELS for site in self.sites):
-            out.append(f"  alignas(64) static thread_local {self.type} part[G * M * N];")
+            out.append(f"{memory} part[G * M * N];")
         for k, site in enumerate(self.sites):
             out += ["  " + x for x in self.product(k, site, self.start(site, lefts), rights.get(site.right, ""))]
         out += ["  " + x for x in [*self.each_panel(columns), *("  " + x for x in self.epilogue()), "}"]]
@@ -125,7 +133,7 @@ class Blocked:
         block = m if m <= most else -(-m // -(-m // most) // TILE) * TILE  # of even sizes
 
         def blocks() -> int:
-            return around * -(-m // block) * -(-columns // max(group, 32))
+            return around * -(-m // block) * -(-columns // max(group, PANEL))
 
         while blocks() < BLOCKS and (block > 48 or group > 64):
             if block > 48:
