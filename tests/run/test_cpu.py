@@ -222,8 +222,9 @@ def test_functions_for_compilers_without_a_vector_library(which: int, exact: Any
     options = Options(target="cpu", cache_dir=tmp_path)
     (library,) = compile_all([prelude() + PLAIN], options, Cache(tmp_path, options.cache_limit))
     bits = np.arange(0, np.float32(200).view(np.int32), 4099, np.int32).view(np.float32)
-    x = np.concatenate([bits, np.linspace(-152, 129, 100_001, dtype=np.float32), np.float32([np.inf, 0.0, 3e38])])
-    x = np.concatenate([x, -x, np.float32([np.nan])])
+    ends = np.array([np.inf, 0.0, 3e38, np.nan], np.float32)
+    x = np.concatenate([bits, np.linspace(-152, 129, 100_001, dtype=np.float32), ends[:3]])
+    x = np.concatenate([x, -x, ends[3:]])
     y = np.empty_like(x)
     pointers = [a.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for a in (x, y)]
     ctypes.CDLL(str(library)).plain(*pointers, ctypes.c_long(len(x)), which)
