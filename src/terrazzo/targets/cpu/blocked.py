@@ -176,8 +176,8 @@ class Blocked:
             inner = self.scope.inner()
             panels = f"({columns} + N - 1) / N"
             out += [
-                f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, sizeof({self.type}) * N * {steps} * "
-                f"{numel(around)} * ({panels}));",
+                f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, (sizeof({self.type}) * N * {steps} * "
+                f"{numel(around)} * ({panels}) + 63) / 64 * 64);",
                 "#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)",
                 f"for (int64_t q = 0; q < {numel(around)} * ({panels}); q++) {{",
                 f"  const int64_t b = q / ({panels}), n0 = q % ({panels}) * N;",
