@@ -209,6 +209,36 @@ def test_sines_for_gpus_are_right_to_two_units_in_the_last_place(on: int, exact:
     assert np.array_equal(np.signbit(y[x == 0]), np.signbit(exact(x[x == 0])))
 
 
+PLAIN = """
+extern "C" void plain(const float *x, float *y, long n, int which) {
+  for (long i = 0; i < n; i++) y[i] = which ? tz_plain_tanh(x[i]) : tz_plain_exp2(x[i]);
+}
+"""
+
+
+@pytest.mark.parametrize(("which", "exact", "units"), [(0, np.exp2, 1), (1, np.tanh, 2)])
+def test_functions_for_compilers_without_a_vector_library(which: int, exact: Any, units: int, tmp_path: Path) -> None:
+    """At floats of all sizes, those that are no numbers among them."""
+    options = Options(target="cpu", cache_dir=tmp_path)
+    (library,) = compile_all([prelude() + PLAIN], options, Cache(tmp_path, options.cache_limit))
+    bits = np.arange(0, np.float32(200).view(np.int32), 4099, np.int32).view(np.float32)
+    ends = np.array([np.inf, 0.0, 3e38, np.nan], np.float32)
+    x = np.concatenate([bits, np.linspace(-152, 129, 100_001, dtype=np.float32), ends[:3]])
+    x = np.concatenate([x, -x, ends[3:]])
+    y = np.empty_like(x)
+    pointers = [a.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for a in (x, y)]
+    ctypes.CDLL(str(library)).plain(*pointers, ctypes.c_long(len(x)), which)
+    with np.errstate(over="ignore", under="ignore"):
+        true = exact(x.astype(np.float64))
+        rounded = true.astype(np.float32)
+    assert np.isnan(y[-1])
+    ordinary = np.isfinite(rounded)
+    assert np.array_equal(y[np.isinf(rounded)], rounded[np.isinf(rounded)])
+    off = np.abs(y[ordinary] - true[ordinary])
+    assert np.all(off <= units * np.spacing(np.abs(rounded[ordinary])).astype(np.float64))
+    assert np.array_equal(np.signbit(y[:-1]), np.signbit(rounded[:-1]))
+
+
 def test_no_variable_is_called_like_a_type() -> None:
     """The 64th name of a kernel was that of an index, i64, and what followed was no C++."""
     scope = Scope()

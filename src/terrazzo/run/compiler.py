@@ -36,9 +36,11 @@ _COMMON = (
     *(f"-fno-builtin-{f}" for f in ("atan", "atanf", "atanh", "atanhf")),  # GCC makes 1 of sin(atan(NaN))
 )  # fmt: skip
 
-# From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64; without an
-# OpenMP runtime (the ziglang wheel has none) the simd pragmas still count and kernels run on one thread.
+# From best to plainest: (flags, libraries). -lmvec holds the vector forms of exp, sin … of glibc on x86-64: clang is
+# told of them by a flag that GCC refuses, GCC by their declarations. Without an OpenMP runtime (the ziglang wheel has
+# none) the simd pragmas still count and kernels run on one thread.
 _CHOICES = (
+    ((*_COMMON, "-march=native", "-fopenmp", "-fveclib=libmvec"), ("-lmvec", "-lm")),
     ((*_COMMON, "-march=native", "-fopenmp", "-DTZ_VECTOR_MATH"), ("-lmvec", "-lm")),
     ((*_COMMON, "-march=native", "-fopenmp"), ("-lm",)),
     ((*_COMMON, "-march=native", "-fopenmp-simd"), ("-lm",)),

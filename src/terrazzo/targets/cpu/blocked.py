@@ -1,25 +1,45 @@
 """Blocked matrix products: kernels whose reductions are all contractions.
 
-One axis `n` that only the second factor of every contraction knows, and one axis `m` that only the first one knows, are
-cut into tiles. For a block of n, the second factor is written into a panel [k][n], whatever it is: a load, a transposed
-load, a guarded or converted one, a product. A tile of rows of the first factor times the panel stays in vector
-registers; then the rest of the kernel (bias, activation, residual) runs over the tile. All other axes are loops around
-this.
+The axes that only the first factor of every contraction knows are its rows, counted in one; those that only the second
+one knows are its columns. Rows and columns are cut into tiles. For a block of columns, the second factor is written
+into a panel [k][column], whatever it is: a load, a transposed load, a guarded or converted one, a product. A tile of
+rows of the first factor times the panel stays in vector registers; then the rest of the kernel (bias, activation,
+residual) runs over the tile. All other axes are loops around this.
+
+What is read out of place, as the windows of an image, is written in runs (runs.py): the rows of a block before several
+of its panels, or, where it is small, all of it once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, operand
+from terrazzo.ir.address import flatten
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import Node, topological
-from terrazzo.ir.sites import sites
+from terrazzo.rules.loop_to_tile.collapse import digits_apart
+from terrazzo.targets.cpu.phases import phases
+from terrazzo.targets.cpu.runs import digits, written
+from terrazzo.targets.cpu.tiles import (
+    COLUMNS,
+    ROWS,
+    TILE,
+    Site,
+    Tiled,
+    by_rows,
+    depth,
+    direct,
+    flat,
+    kept,
+    numel,
+    plain,
+    tiled,
+    whole,
+)
 from terrazzo.targets.terms import Scope, c_type, expression, index, term
 
 DEPTH = 128
@@ -27,49 +47,24 @@ DEPTH = 128
 long sum."""
 PANELS = 32
 """Panels whose sums are added up in order; more of them are several such sums."""
-ROWS = 192
-"""Extent of m in one block: the tile of results stays in the second-level cache."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One contraction, with its factors as (over m, over n)."""
-
-    reduce: l.Reduce
-    left: Node
-    right: Node
+PACKED = 96
+"""The same, where they are written first."""
+BLOCKS = 32
+"""Blocks that many threads can share."""
+PANEL = 32
+"""Columns of a panel, at most."""
+STACK = 1 << 17
+"""Numbers of a tile that may be on the stack of a thread."""
 
 
 def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
     """The body of the kernel's function, or None where the kernel is not of this form."""
-    found = _sites(kernel)
+    kernel = digits_apart(phases(kernel))
+    found = tiled(kernel)
     if found is None:
         return None
-    sites, lets, stores, m, column = found
-    return Blocked(kernel, scope, sites, lets, stores, m, column).lines()
-
-
-def _sites(kernel: l.Kernel) -> tuple[list[Site], list[l.Term], list[l.Store], Var, Var] | None:
-    """The contractions, the other terms and the stores of a kernel that is one chain of loops, and the axes m and n."""
-    found = sites(kernel)
-    if not (found.multiplies and found.one_chain and found.everywhere):
-        return None
-    products = list(found.contractions.values())
-    kind = products[0].reduce.dtype
-    if kind.name not in ("f32", "f64") or any(len(p.terms) > 1 or p.reduce.dtype is not kind for p in products):
-        return None
-    every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
-    if not all(isinstance(a.extent, int) for a in every):
-        return None
-    for column in sorted(kernel.axes, key=lambda a: -_stride(kernel.stores, a, products)):
-        rows = [a for a in kernel.axes if found.sides(a, column)]
-        if rows:
-            m = max(rows, key=extent)
-            if extent(m) >= 2 and extent(column) >= 4:
-                pairs = found.sides(m, column) or []
-                made = [Site(p.reduce, a, b) for p, (a, b) in zip(products, pairs, strict=True)]
-                return made, *_rest(n.nest(kernel)), m, column
-    return None
+    lets, stores = _rest(n.nest(kernel))
+    return Blocked(kernel, scope, found, lets, stores).lines()
 
 
 def _rest(body: Sequence[n.Statement]) -> tuple[list[l.Term], list[l.Store]]:
@@ -83,60 +78,76 @@ def _rest(body: Sequence[n.Statement]) -> tuple[list[l.Term], list[l.Store]]:
     return lets, stores
 
 
-def _stride(stores: Sequence[l.Store], axis: Var, products: Sequence[Contraction]) -> int:
-    """How good an axis is as columns: contiguous stores first, then long ones. Contiguous stores are not worth writing
-    the patches of an image out as rows.
-    """
-    if any(_patches(f, p.reduce.axes) for p in products for f in p.factors if axis not in f.free):
-        return extent(axis)
-    offsets = [flatten(s.index, s.buffer.type.element_strides) for s in stores]
-    contiguous = all(coefficient(o, axis) == 1 for o in offsets)
-    return (1 << 40 if contiguous else 0) + extent(axis)
-
-
-def _patches(factor: Node, steps: Sequence[Any]) -> bool:
-    """Whether a factor has the elements of a buffer several times each."""
-    if not isinstance(factor, l.Load):
-        return False
-    axes = {a for a in factor.free if isinstance(a, Var)} | {a for a in steps if a in factor.free}
-    return _numel([a.extent for a in axes]) >= 2 * _numel(factor.buffer.type.static_shape)
-
-
 class Blocked:
+    """Writes the loops of a kernel's tiles: of all its sums of products, or, for others, one after the other."""
+
     def __init__(
         self,
         kernel: l.Kernel,
         scope: Scope,
-        sites: list[Site],
-        lets: list[l.Term],
-        stores: list[l.Store],
-        m: Var,
-        column: Var,
+        way: Tiled,
+        lets: Sequence[l.Term],
+        stores: Sequence[l.Store],
+        alone: bool = True,
     ) -> None:
-        self.kernel, self.scope, self.sites, self.lets, self.stores = kernel, scope, sites, lets, stores
-        self.m, self.column = m, column
-        self.type = c_type(sites[0].reduce.dtype)
+        self.kernel, self.scope, self.way, self.lets, self.stores = kernel, scope, way, lets, stores
+        self.sites, self.rows, self.columns = way.sites, way.rows, way.columns
+        self.type = c_type(way.sites[0].reduce.dtype)
+        self.packed = [s for s in way.sites if alone and direct(s, way.rows) is None and not whole(s, way)]
 
     def lines(self) -> list[str]:
-        batch = [a for a in self.kernel.axes if a is not self.m and a is not self.column]
-        m, columns = extent(self.m), extent(self.column)
-        out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {min(m, ROWS)}, K = {DEPTH};"]
+        batch = [a for a in self.kernel.axes if a not in self.rows and a not in self.columns]
+        m, columns = numel(self.rows), numel(self.columns)
+        block, group = self.sizes(numel(batch))
+        out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {block}, K = {DEPTH}, G = {group};"]
         lefts, made = self.lefts()
-        out += made
+        rights, kept = self.rights()
+        out += [*made, *kept]
         heads = [f"for (int64_t {self.name(a)} = 0; {self.name(a)} < {a.extent}; {self.name(a)}++)" for a in batch]
-        heads += [f"for (int64_t m0 = 0; m0 < {m}; m0 += M)", f"for (int64_t n0 = 0; n0 < {columns}; n0 += N)"]
+        heads += [f"for (int64_t m0 = 0; m0 < {m}; m0 += M)", f"for (int64_t g0 = 0; g0 < {columns}; g0 += G * N)"]
         out.append(f"#pragma omp parallel for collapse({len(heads)}) num_threads(threads) schedule(dynamic, 1)")
         out += heads[:-1] + [heads[-1] + " {"]
-        out.append(f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), nc = std::min<int64_t>(N, {columns} - n0);")
-        out.append(f"  alignas(64) static thread_local {self.type} panel[K * N], tile[{len(self.sites)}][M * N];")
+        out.append(
+            f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), g1 = std::min<int64_t>(g0 + G * N, {columns});"
+        )
+        memory = f"  alignas(64) {self.type}"  # of the stack, which all kernels share, where it has room
+        wide = COLUMNS if self.packed else PANEL
+        if len(self.sites) * block * wide > STACK:
+            memory = memory.replace("alignas(64)", "alignas(64) static thread_local")
+        out.append(f"{memory} panel[K * N], tile[{len(self.sites)}][G * M * N];")
+        if self.packed:
+            out.append(f"{memory} rows[M * K];")
         if any(depth(site) > DEPTH * PANELS for site in self.sites):
-            out.append(f"  alignas(64) static thread_local {self.type} part[M * N];")
+            out.append(f"{memory} part[G * M * N];")
         for k, site in enumerate(self.sites):
-            out += ["  " + x for x in self.product(k, site, self.start(site, lefts))]
-        out += ["  " + x for x in self.epilogue()]
+            out += ["  " + x for x in self.product(k, site, self.start(site, lefts), rights.get(site.right, ""))]
+        out += ["  " + x for x in [*self.each_panel(columns), *("  " + x for x in self.epilogue()), "}"]]
         out.append("}")
-        out += [f"free({name});" for name in lefts.values()]
+        out += [f"free({name});" for name in (*lefts.values(), *rights.values())]
         return out
+
+    def sizes(self, around: int) -> tuple[int, str]:
+        """Rows of a block, and panels that share them: as many as fit, and fewer where there would be few blocks."""
+        m, columns = numel(self.rows), numel(self.columns)
+        most, group = (PACKED, COLUMNS) if self.packed else (ROWS, 1)
+        block = m if m <= most else -(-m // -(-m // most) // TILE) * TILE  # of even sizes
+
+        def blocks() -> int:
+            return around * -(-m // block) * -(-columns // max(group, PANEL))
+
+        while blocks() < BLOCKS and (block > 48 or group > 64):
+            if block > 48:
+                block = -(-block // (2 * TILE)) * TILE
+            else:
+                group //= 2
+        return block, f"{group} / N > 1 ? {group} / N : 1" if group > 1 else "1"
+
+    def each_panel(self, columns: int) -> list[str]:
+        """A loop over the panels of a group."""
+        return [
+            "for (int64_t n0 = g0; n0 < g1; n0 += N) {",
+            f"  const int64_t nc = std::min<int64_t>(N, {columns} - n0), at = (n0 - g0) / N * M * N;",
+        ]
 
     def name(self, axis: Any) -> str:
         if axis not in self.scope.names:
@@ -144,114 +155,141 @@ class Blocked:
         return self.scope.names[axis]
 
     def lefts(self) -> tuple[dict[Node, str], list[str]]:
-        """The first factors that cannot be read in place, by the names under which they are written out, and how."""
+        """The first factors that are written whole, by the names under which they are, and how."""
         lefts: dict[Node, str] = {}
         out: list[str] = []
         for site in self.sites:
-            if _direct(site, self.m) is None and site.left not in lefts:
+            if direct(site, self.rows) is None and site not in self.packed and site.left not in lefts:
                 lefts[site.left] = name = f"left{len(lefts)}"
                 out += self.materialised(site, name)
         return lefts, out
 
+    def rights(self) -> tuple[dict[Node, str], list[str]]:
+        """The second factors whose panels are written once, by the names under which they are, and how."""
+        rights: dict[Node, str] = {}
+        out: list[str] = []
+        for site in self.sites:
+            if not kept(site, self.way) or site.right in rights:
+                continue
+            rights[site.right] = name = f"right{len(rights)}"
+            around, columns, steps = self.around(site.right), numel(self.columns), depth(site)
+            inner = self.scope.inner()
+            panels = f"({columns} + N - 1) / N"
+            out += [
+                f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, (sizeof({self.type}) * N * {steps} * "
+                f"{numel(around)} * ({panels}) + 63) / 64 * 64);",
+                "#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)",
+                f"for (int64_t q = 0; q < {numel(around)} * ({panels}); q++) {{",
+                f"  const int64_t b = q / ({panels}), n0 = q % ({panels}) * N;",
+                f"  const int64_t nc = std::min<int64_t>(N, {columns} - n0);",
+                *("  " + x for x in digits("b", around, inner)),
+                *("  " + x for x in self.panel(site, f"({name} + q * N * {steps})", "0", str(steps), inner)),
+                "}",
+            ]
+        return rights, out
+
+    def around(self, x: Node) -> list[Any]:
+        """The axes around a block that a factor knows."""
+        return [a for a in self.kernel.axes if a in x.free and a not in self.rows and a not in self.columns]
+
     def start(self, site: Site, lefts: Mapping[Node, str]) -> str:
         """Where the first factor begins at row m0 and step k0, and its strides along rows and steps."""
+        if site in self.packed:
+            return "rows, 1, M" if by_rows(site, self.way) else "rows, K, 1"
         if site.left in lefts:
             return f"{lefts[site.left]} + ({self.row(site, 'm0')}) * {depth(site)} + k0, {depth(site)}, 1"
-        direct = _direct(site, self.m)
-        assert direct is not None
-        load, am, ak = direct
+        in_place = direct(site, self.rows)
+        assert in_place is not None
+        one, am, ak = in_place
         inner = self.scope.inner()
-        inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
-        inner.names[self.m] = "m0"
-        place = index(flatten(load.index, load.buffer.type.element_strides), inner)
+        inner.names.update(dict.fromkeys((*site.steps, *self.rows), "0"))
+        place = index(flatten(one.index, one.buffer.type.element_strides), inner)
         along_m, along_k = index(am, self.scope), index(ak, self.scope)
-        return f"{self.scope.buffers[load.buffer]} + {place} + k0 * {along_k}, {along_m}, {along_k}"
+        return f"{self.scope.buffers[one.buffer]} + {place} + m0 * {along_m} + k0 * {along_k}, {along_m}, {along_k}"
 
-    def product(self, k: int, site: Site, start: str) -> list[str]:
+    def product(self, k: int, site: Site, start: str, right: str = "") -> list[str]:
         """tile[k] = the product, one panel of depth K after the other; of many panels, the sum of sums of some. The
-        first factor begins at `start`.
+        first factor begins at `start`; `right` has the panels, where they are written already.
         """
-        steps = depth(site)
-        out = [
-            f"for (int64_t k0 = 0; k0 < {steps}; k0 += K) {{",
-            f"  const int64_t kc = std::min<int64_t>(K, {steps} - k0);",
-        ]
-        out += ["  " + x for x in self.panel(site)]
-        if steps <= DEPTH * PANELS:
-            out.append(f"  tz_rows<{self.type}>({start}, panel, kc, tile[{k}], mc, k0 == 0);")
-        else:
-            before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][x])"
-            out += [
-                f"  tz_rows<{self.type}>({start}, panel, kc, part, mc, k0 % ({PANELS} * K) == 0);",
-                f"  if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {steps})",
-                f"    for (int64_t x = 0; x < mc * N; x++) tile[{k}][x] = {before} + part[x];",
-            ]
-        out.append("}")
+        steps, columns = depth(site), numel(self.columns)
         if steps == 0:
-            out.append(f"for (int64_t x = 0; x < M * N; x++) tile[{k}][x] = 0;")
-        return out
+            return [f"for (int64_t x = 0; x < G * M * N; x++) tile[{k}][x] = 0;"]
+        if right:
+            rest, place = self.around(site.right), "0"
+            for a in rest:
+                place = f"({place}) * {a.extent} + {self.name(a)}" if place != "0" else self.name(a)
+            panels = f"(({columns} + N - 1) / N)"
+            panel = f"{right} + ((({place}) * {panels} + n0 / N) * {steps} + k0) * N"
+            out = []
+        else:
+            panel = "panel"
+            out = self.panel(site, "panel", "k0", "kc", self.scope)
+        if steps <= DEPTH * PANELS:
+            out.append(f"tz_rows<{self.type}>({start}, {panel}, kc, tile[{k}] + at, mc, k0 == 0);")
+        else:
+            before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][at + x])"
+            out += [
+                f"tz_rows<{self.type}>({start}, {panel}, kc, part + at, mc, k0 % ({PANELS} * K) == 0);",
+                f"if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {steps})",
+                f"  for (int64_t x = 0; x < mc * N; x++) tile[{k}][at + x] = {before} + part[at + x];",
+            ]
+        out = [*self.each_panel(columns), *("  " + x for x in out), "}"]
+        if site in self.packed:
+            out = [*self.rows_packed(site), *out]
+        head = f"for (int64_t k0 = 0; k0 < {steps}; k0 += K) {{"
+        return [head, f"  const int64_t kc = std::min<int64_t>(K, {steps} - k0);", *("  " + x for x in out), "}"]
 
-    def panel(self, site: Site) -> list[str]:
+    def rows_packed(self, site: Site) -> list[str]:
+        """The first factor at rows from m0 and steps from k0 on, into rows[m][k] or rows[k][m]."""
+        if by_rows(site, self.way):
+            return written(site.left, site.steps, self.rows, ("k0", "kc", "m0", "mc"), ("rows", "M", "1"), self.scope)
+        return written(site.left, self.rows, site.steps, ("m0", "mc", "k0", "kc"), ("rows", "K", "1"), self.scope)
+
+    def panel(self, site: Site, panel: str, k0: str, kc: str, scope: Scope) -> list[str]:
         """The second factor at [k0 + k][n0 + j], into panel[k][j]; 0 beyond the last column."""
-        load = operand(site.right)
-        if isinstance(load, l.Load) and not load.inside and not _gathers(load):
-            offset = flatten(load.index, load.buffer.type.element_strides)
-            along_n = coefficient(offset, self.column)
-            along_k = _flat_stride(offset, site.reduce.axes)
-            inner = self.scope.inner()
-            inner.names.update(dict.fromkeys(site.reduce.axes, "0"))
-            inner.names[self.column] = "n0"
+        one = operand(site.right)
+        if plain(one):
+            assert isinstance(one, l.Load)
+            along_n, along_k = flat(one, self.columns), flat(one, site.steps)
             if along_k is not None and isinstance(along_n, int) and (along_n == 1 or along_k == 1):
-                start = f"{self.scope.buffers[load.buffer]} + {index(offset, inner)} + k0 * {index(along_k, inner)}"
-                kind, stride = ("rows", along_k) if along_n == 1 else ("transposed", along_n)
-                return [f"tz_pack_{kind}<{self.type}>({start}, {index(stride, inner)}, panel, kc, nc);"]
-        inner = self.scope.inner()
-        out = ["for (int64_t k = 0; k < kc; k++) {", *("  " + x for x in _digits("k0 + k", site.reduce.axes, inner))]
-        inner.names[self.column] = "(n0 + j)"
-        body = _computed(site.right, inner)
-        out += [
-            "  for (int64_t j = 0; j < nc; j++) {",
-            *("    " + x for x in body[:-1]),
-            f"    panel[k * N + j] = {body[-1]};",
-            "  }",
+                inner = scope.inner()
+                inner.names.update(dict.fromkeys((*site.steps, *self.columns), "0"))
+                place = index(flatten(one.index, one.buffer.type.element_strides), inner)
+                start = f"{scope.buffers[one.buffer]} + {place} + {k0} * {index(along_k, inner)} + n0 * {along_n}"
+                kind, by = ("rows", along_k) if along_n == 1 else ("transposed", along_n)
+                return [f"tz_pack_{kind}<{self.type}>({start}, {index(by, inner)}, {panel}, {kc}, nc);"]
+        return [
+            f"if (nc < N) std::fill_n({panel}, {kc} * N, 0);",
+            *written(site.right, site.steps, self.columns, (k0, kc, "n0", "nc"), (panel, "N", "1"), scope),
         ]
-        return [*out, "  for (int64_t j = nc; j < N; j++) panel[k * N + j] = 0;", "}"]
 
     def row(self, site: Site, m: str) -> str:
-        """The row of a materialised first factor, counting the axes it depends on."""
+        """The row of a first factor that is written whole, counting the axes it depends on."""
         text = ""
-        for a in self.row_axes(site):
-            name = m if a is self.m else self.name(a)
-            text = f"({text}) * {a.extent} + {name}" if text else name
-        return text
-
-    def row_axes(self, site: Site) -> list[Var]:
-        """The axes a materialised first factor depends on; m last, so that its rows lie one behind the other."""
-        return [a for a in self.kernel.axes if a in site.left.free and a is not self.m] + [self.m]
+        for a in self.around(site.left):
+            text = f"({text}) * {a.extent} + {self.name(a)}" if text else self.name(a)
+        return f"({text}) * {numel(self.rows)} + {m}" if text else m
 
     def materialised(self, site: Site, name: str) -> list[str]:
         """The first factor, computed once into [axes it depends on][k], where it is no plain load of rows."""
-        axes = self.row_axes(site)
-        steps = depth(site)
-        rows = _numel([a.extent for a in axes])
-        inner = self.scope.inner()
-        size = f"(sizeof({self.type}) * {rows * steps} + 127) / 64 * 64"
-        out = [f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, {size});"]
-        out += ["#pragma omp parallel for num_threads(threads)", f"for (int64_t row = 0; row < {rows}; row++) {{"]
-        out += ["  " + x for x in _digits("row", axes, inner)]
-        out += [
-            f"  for (int64_t k = 0; k < {steps}; k++) {{",
-            *("    " + x for x in _digits("k", site.reduce.axes, inner)),
+        axes, steps = [*self.around(site.left), *self.rows], depth(site)
+        size = f"(sizeof({self.type}) * {numel(axes) * steps} + 127) / 64 * 64"
+        span, to = ("row", "1", "0", str(steps)), (f"({name} + row * {steps})", "0", "1")
+        return [
+            f"{self.type}* {name} = ({self.type}*)aligned_alloc(64, {size});",
+            "#pragma omp parallel for num_threads(threads)",
+            f"for (int64_t row = 0; row < {numel(axes)}; row++) {{",
+            *("  " + x for x in written(site.left, axes, site.steps, span, to, self.scope)),
+            "}",
         ]
-        body = _computed(site.left, inner)
-        return [*out, *("    " + x for x in body[:-1]), f"    {name}[row * {steps} + k] = {body[-1]};", "  }", "}"]
 
     def epilogue(self) -> list[str]:
         """The rest of the kernel, over the tile."""
         inner = self.scope.inner()
-        inner.names[self.m], inner.names[self.column] = "m", "j_"
+        last = self.columns[-1]
+        out = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
         for k, site in enumerate(self.sites):
-            inner.names[site.reduce] = f"tile[{k}][(m - m0) * N + j_ - n0]"
+            inner.names[site.reduce] = f"tile[{k}][at + i * N + j]"
         simd = not any(
             isinstance(x, Loaded)
             for t in self.lets
@@ -259,78 +297,26 @@ class Blocked:
             if isinstance(c, Expr)
             for x in topological([c])
         )
-        out = ["for (int64_t m = m0; m < m0 + mc; m++) {", *(["  #pragma omp simd"] if simd else [])]
-        out.append("  for (int64_t j_ = n0; j_ < n0 + nc; j_++) {")
+        within = digits("n0 + j0", self.columns, inner) if len(self.columns) > 1 else []
+        first = inner.names[last] if within else "n0 + j0"
+        inner.names[last] = inner.fresh("i")
+        body = [f"const int64_t {inner.names[last]} = {first} + j - j0;"]
         for x in self.lets:
             text = expression(x, inner)
             inner.names[x] = inner.fresh("in" if isinstance(x, l.Load) else "v")
-            out.append(f"    const {c_type(x.dtype)} {inner.names[x]} = {text};")
+            body.append(f"const {c_type(x.dtype)} {inner.names[x]} = {text};")
         for s in self.stores:
             place = index(flatten(s.index, s.buffer.type.element_strides), inner)
-            out.append(f"    {inner.buffers[s.buffer]}[{place}] = {term(s.value, inner)};")
-        return [*out, "  }", "}"]
-
-
-def _direct(site: Site, m: Var) -> tuple[l.Load, IntExpr, IntExpr] | None:
-    """The first factor as (load, stride along m, stride along k), where it can be read in place."""
-    load = site.left
-    if not isinstance(load, l.Load) or load.inside or _gathers(load):
-        return None
-    offset = flatten(load.index, load.buffer.type.element_strides)
-    along_m, along_k = coefficient(offset, m), _flat_stride(offset, site.reduce.axes)
-    return (load, along_m, along_k) if along_m is not None and along_k is not None else None
-
-
-def _flat_stride(offset: IntExpr, axes: Sequence[Any]) -> IntExpr | None:
-    """The stride of the flattened reduce axes, where they lie one behind the other in memory."""
-    stride: IntExpr | None = None
-    for a in reversed(axes):
-        own = coefficient(offset, a)
-        if own is None or (stride is not None and own != stride):
-            return None
-        stride = own * a.extent
-    return coefficient(offset, axes[-1])
-
-
-def _digits(flat: str, axes: Sequence[Any], scope: Scope) -> list[str]:
-    """Declarations that take a row-major count apart into variables."""
-    out, rest = [], flat
-    sizes = [_numel([b.extent for b in axes[k + 1 :]]) for k in range(len(axes))]
-    for k, (a, size) in enumerate(zip(axes, sizes, strict=True)):
-        scope.names[a] = scope.fresh("i")
-        digit = f"({rest}) / {size}" if size != 1 else f"({rest})"
-        out.append(f"const int64_t {scope.names[a]} = {digit}{f' % {a.extent}' if k else ''};")
-    return out
-
-
-def _computed(x: Node, scope: Scope) -> list[str]:
-    """Declarations for everything below `x`, then `x` itself as an expression."""
-    out = []
-    for node in topological([x]):
-        if isinstance(node, l.Term) and node is not x and not isinstance(node, l.Literal) and node not in scope.names:
-            text = expression(node, scope)
-            scope.names[node] = scope.fresh("v")
-            out.append(f"const {c_type(node.dtype)} {scope.names[node]} = {text};")
-    return [*out, expression(x, scope)]
-
-
-def _gathers(load: l.Load) -> bool:
-    return any(isinstance(x, Loaded) for x in topological([e for e in load.index if isinstance(e, Expr)]))
-
-
-def depth(site: Site) -> int:
-    """How many products are added up."""
-    return _numel([a.extent for a in site.reduce.axes])
-
-
-def extent(axis: Var) -> int:
-    """The extent of an axis, which is known here."""
-    assert isinstance(axis.extent, int)
-    return axis.extent
-
-
-def _numel(extents: Sequence[Any]) -> int:
-    total = 1
-    for e in extents:
-        total *= int(e)
-    return total
+            body.append(f"{inner.buffers[s.buffer]}[{place}] = {term(s.value, inner)};")
+        return [
+            *out,
+            "  for (int64_t j0 = 0, j1; j0 < nc; j0 = j1) {",
+            *("    " + x for x in within),
+            f"    j1 = std::min<int64_t>(nc, j0 + {last.extent} - ({first}));",
+            *(["    #pragma omp simd"] if simd else []),
+            "    for (int64_t j = j0; j < j1; j++) {",
+            *("      " + x for x in body),
+            "    }",
+            "  }",
+            "}",
+        ]

@@ -20,7 +20,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.types import DType, Type
-from terrazzo.targets.cpu.blocked import DEPTH, PANELS, Blocked, Site, depth, extent
+from terrazzo.targets.cpu.blocked import DEPTH, PANELS, Blocked
+from terrazzo.targets.cpu.tiles import Site, Tiled, depth, extent
 from terrazzo.targets.terms import Scope
 
 ROOM = 3 << 18
@@ -234,16 +235,17 @@ def emit(kernel: l.Kernel, scope: Scope, of_a_row: OfARow) -> list[str] | None:
 class _Rows:
     def __init__(self, c: Chained, scope: Scope, of_a_row: OfARow) -> None:
         self.c, self.scope, self.of_a_row = c, scope, of_a_row
-        first, second = contraction(c.scores).factors  # type: ignore[union-attr]
-        left, right = (first, second) if c.m in first.free else (second, first)
+        one, other = contraction(c.scores).factors  # type: ignore[union-attr]
+        left, right = (one, other) if c.m in one.free else (other, one)
         begin = Var(l.fresh_name(), c.m.extent)
         scope.names[begin] = "m0"
         block = l.Buffer(l.fresh_name(), Type(c.scores.dtype, (c.rows, c.width), (self.along, 1)))
         scope.buffers[block] = "scores"
         rows = [l.Store(block, (c.m - begin, c.key), c.kept)]
-        self.first = Blocked(c.weights, scope, [Site(c.scores, left, right)], _lets(rows, c.scores), rows, c.m, c.key)
-        stores = [*c.kernel.stores]
-        self.second = Blocked(c.kernel, scope, [Site(c.total, *c.factors)], _lets(stores, c.total), stores, c.m, c.n)
+        first = Tiled((Site(c.scores, left, right, c.scores.axes),), (c.m,), (c.key,))
+        self.first = Blocked(c.weights, scope, first, _lets(rows, c.scores), rows, alone=False)
+        second, stores = Tiled((Site(c.total, *c.factors, c.total.axes),), (c.m,), (c.n,)), [*c.kernel.stores]
+        self.second = Blocked(c.kernel, scope, second, _lets(stores, c.total), stores, alone=False)
         self.type = self.first.type
 
     @property
@@ -253,7 +255,7 @@ class _Rows:
 
     def lines(self) -> list[str]:
         c, kind = self.c, self.type
-        out = [f"constexpr int64_t N = tz_cols<{kind}>(), M = {c.rows}, K = {DEPTH}, T = {self.along};"]
+        out = [f"constexpr int64_t N = tz_cols<{kind}>(), M = {c.rows}, K = {DEPTH}, T = {self.along}, G = 1;"]
         lefts, made = self.first.lefts()
         heads = [f"for (int64_t {self.first.name(a)} = 0; {self.first.name(a)} < {a.extent}; {self.first.name(a)}++)"
                  for a in c.batch]  # fmt: skip
@@ -268,7 +270,7 @@ class _Rows:
             out.append(f"  alignas(64) static thread_local {kind} part[M * N];")
         (site,) = self.first.sites
         product = self.first.product(0, site, self.first.start(site, lefts))
-        out += ["  " + x for x in self.columns(c.width, [*product, *self.first.epilogue()])]
+        out += ["  " + x for x in self.columns(c.width, product, self.first)]
         out += [
             "  for (int64_t m = m0; m < m0 + mc; m++) {",
             f"    {kind}* const row = scores + (m - m0) * T;",
@@ -277,13 +279,15 @@ class _Rows:
         ]
         (site,) = self.second.sites
         product = self.second.product(0, site, "scores + k0, T, 1")
-        out += ["  " + x for x in self.columns(extent(c.n), [*product, *self.second.epilogue()])]
+        out += ["  " + x for x in self.columns(extent(c.n), product, self.second)]
         return [*out, "}", *(f"free({name});" for name in lefts.values())]
 
-    def columns(self, count: int, body: Sequence[str]) -> list[str]:
-        """A loop over blocks of so many columns."""
-        head = f"for (int64_t n0 = 0; n0 < {count}; n0 += N) {{"
-        return [head, f"  const int64_t nc = std::min<int64_t>(N, {count} - n0);", *("  " + x for x in body), "}"]
+    def columns(self, count: int, product: Sequence[str], of: Blocked) -> list[str]:
+        """A loop over blocks of so many columns: a product, and what is made of it."""
+        head = f"for (int64_t g0 = 0; g0 < {count}; g0 += N) {{"
+        made = [*of.each_panel(count), *("  " + x for x in of.epilogue()), "}"]
+        until = f"const int64_t g1 = std::min<int64_t>(g0 + N, {count});"
+        return [head, *("  " + x for x in (until, *product, *made)), "}"]
 
     def row(self) -> list[str]:
         """What turns the scores of a row into weights."""

@@ -24,6 +24,8 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked, chained
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
 from terrazzo.targets.cpu.rows import (
+    crossing,
+    groups,
     in_columns,
     is_leaf,
     needed,
@@ -34,6 +36,7 @@ from terrazzo.targets.cpu.rows import (
     trips,
     vectorises,
 )
+from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
 from terrazzo.targets.names import Names, comment, identifier
 from terrazzo.targets.terms import Scope, c_type, component, expression, index, term
 
@@ -235,7 +238,7 @@ class _Writer:
         (axis,) = s.axes
         extent = int(axis.extent)
         parallel = not self.parallel and trips([s]) >= PARALLEL
-        lanes = next((w for w in (256, 64) if extent >= (8 * w if parallel else w)), 16)
+        lanes = next((w for w in (256, 64) if extent >= (8 * w if parallel else 3 * w // 4)), 16)
         inner = scope.inner()
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
@@ -243,23 +246,19 @@ class _Writer:
             f"const auto {step} = [&](int64_t {start}, int64_t lanes, int& bad) __attribute__((always_inline)) "
             "{  // free, side by side"
         ]
-        head = [
-            "#pragma omp simd",
-            "for (int64_t l = 0; l < lanes; l++) {",
-            f"  const int64_t {inner.names[axis]} = {start} + l;",
-        ]
-        groups = _groups(s.body)
-        for k, group in enumerate(groups):
+        head = Lanes(axis, start, inner.names[axis])
+        stages = groups(s.body)
+        for k, group in enumerate(stages):
             if isinstance(group[0], n.Loop):
                 lines += ["  " + x for x in self.side_by_side(group[0], inner, head, lanes)]
                 settled(group[0], inner)
                 continue
-            crossing = _crossing(group, [x for j, other in enumerate(groups) if j != k for x in other])
-            arrays = {x: inner.fresh("v") for x in crossing}
+            needed_there = crossing(group, [x for j, other in enumerate(stages) if j != k for x in other])
+            arrays = {x: inner.fresh("v") for x in needed_there}
             lines += [f"  {c_type(x.dtype)} {name}[{lanes}];" for x, name in arrays.items()]
             here = inner.inner()
             text = self.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
-            lines += ["  " + x for x in (*head, *("  " + x for x in text), "}")]
+            lines += ["  " + x for x in (*head.loop(), *("  " + x for x in text), "}")]
             inner.names.update({x: f"{name}[l]" for x, name in arrays.items()})
             inner.names.update(
                 {x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)}
@@ -275,25 +274,40 @@ class _Writer:
         return [*lines, "  " + full]
 
     def side_by_side(
-        self, s: n.Loop, scope: Scope, head: list[str], lanes: int, start: str = "0", end: str = "", steps: int = 0
+        self, s: n.Loop, scope: Scope, head: Lanes, lanes: int, start: str = "0", end: str = "", steps: int = 0
     ) -> list[str]:
         """A reduction or scan for a block of lanes at a time, each with its own accumulators; its first axis from
         `start` to `end`, which are so many `steps` at most, where they are given.
         """
         extent = s.axes[0].extent
         end, steps = end or index(extent, scope), steps or (extent if isinstance(extent, int) else SHORT**3)
-        if all(_rounds(r) for r in s.carried) and (steps > SHORT or len(s.axes) > 1):
+        others = math.prod(a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes[1:])
+        if all(_rounds(r) for r in s.carried) and steps * others > SHORT:
             return self.short_columns(s, scope, head, lanes, start, end, steps)
         lines = declare_lanes(s, lanes, scope)
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
         lines += ["  " * k + _header(a, inner, s.kind, *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))]
         depth = "  " * len(s.axes)
-        lines += [depth + x for x in (*head, *("  " + x for x in self.body(s, inner)), "}")]
+        lines += [depth + x for x in self.lanes(s, inner, head)]
         return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
 
+    def lanes(self, s: n.Loop, scope: Scope, head: Lanes) -> list[str]:
+        """One step of a reduction or scan for all lanes; in three parts, where a guard holds for some lanes in the
+        middle.
+        """
+        asked = None if id(s) in self.found or id(s) in self.keep else guards(loads_of(s.body), head.axis)
+        if asked is None:
+            return [*head.loop(), *("  " + x for x in self.body(s, scope)), "}"]
+        lines, low, high = between(asked, head.axis, scope, head.start, f"{head.start} + lanes")
+        ends = ["0", f"{low} - {head.start}", f"{high} - {head.start}", "lanes"]
+        for begin, end, inside in zip(ends, ends[1:], (False, True, False), strict=False):
+            body = self.statements(where_asked(s.body, inside, scope.names), scope.inner())
+            lines += [*head.loop(begin, end), *("  " + x for x in body), "}"]
+        return lines
+
     def short_columns(
-        self, s: n.Loop, scope: Scope, head: list[str], lanes: int, start: str, end: str, steps: int
+        self, s: n.Loop, scope: Scope, head: Lanes, lanes: int, start: str, end: str, steps: int
     ) -> list[str]:
         """Long sums for a block of lanes as sums of shorter ones: of pieces of the first axis, while it is long, and of
         what the other axes are summed over.
@@ -429,38 +443,6 @@ def _noting(line: str) -> str:
 def _rounds(r: l.Reduce | l.Scan) -> bool:
     """Whether it sums numbers that are rounded."""
     return isinstance(r, l.Reduce) and r.monoid.name == "sum" and not types(r)[0].is_integer
-
-
-def _groups(body: Sequence[n.Statement]) -> list[list[n.Statement]]:
-    """Loops one by one, and what stands between them."""
-    groups: list[list[n.Statement]] = []
-    for s in body:
-        if isinstance(s, n.Loop) or not groups or isinstance(groups[-1][0], n.Loop):
-            groups.append([])
-        groups[-1].append(s)
-    return groups
-
-
-def _crossing(group: Sequence[n.Statement], others: Sequence[n.Statement]) -> list[l.Term]:
-    """The terms computed in `group` that `others` use directly."""
-    lets = {s.term: None for s in group if isinstance(s, n.Let) and not isinstance(s.term, l.Get)}
-    used = set(topological(_roots(others), stop=lets.__contains__))
-    return [x for x in lets if x in used]
-
-
-def _roots(body: Sequence[n.Statement]) -> list[Node]:
-    roots: list[Node] = []
-    for s in body:
-        match s:
-            case n.Let():
-                roots.append(s.term)
-            case n.Accumulate():
-                roots += s.args
-            case n.Loop():
-                roots += _roots(s.body)
-            case l.Store():
-                roots += s.children
-    return roots
 
 
 def _header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "") -> str:

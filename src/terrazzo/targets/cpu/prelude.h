@@ -124,7 +124,30 @@ template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
 template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }
 template <class T> TZ T tz_approx_sqrt(T x) { return std::sqrt(x); }
 template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
+// Powers of 2 and the hyperbolic tangent, in operations that every compiler has vectors for: clang calls the library's
+// for one number at a time. To a unit in the last place and to two: a fit of (2^f - 1) / f on half a unit around 0, and
+// of (tanh(x) / x - 1) / x^2 up to 0.625.
+TZ float tz_plain_exp2(float x) {
+  float c = x < -150.0f ? -150.0f : x > 128.0f ? 128.0f : x;  // a NaN stays one
+  float j = (c + 12582912.0f) - 12582912.0f, f = c - j;
+  float p = 1.54614475e-4f;
+  p = p * f + 1.33908674e-3f, p = p * f + 9.61805667e-3f, p = p * f + 5.55035711e-2f;
+  p = p * f + 2.40226509e-1f, p = p * f + 6.93147188e-1f, p = p * f + 1.0f;
+  int32_t n = (int32_t)(j == j ? j : 0.0f), half = n >> 1;  // subnormal numbers take two steps
+  return p * tz_bits<float>((uint32_t)(half + 127) << 23) * tz_bits<float>((uint32_t)(n - half + 127) << 23);
+}
+TZ float tz_plain_tanh(float x) {
+  float a = std::fabs(x), z = x * x, p = -6.10494332e-3f;
+  p = p * z + 2.10036371e-2f, p = p * z - 5.38524963e-2f, p = p * z + 1.33327823e-1f, p = p * z - 3.33333291e-1f;
+  float far = 1.0f - 2.0f / (tz_plain_exp2(a * 2.88539008f) + 1.0f);
+  return std::copysign(a < 0.625f ? a + a * (z * p) : far, x);
+}
+#if defined(__clang__)
+#define tanhf tz_plain_tanh
+TZ float tz_exp2(float x) { return tz_plain_exp2(x); }
+#else
 TZ float tz_exp2(float x) { return exp2f(x); }
+#endif
 // What is so low that nothing is left goes to the vector form as 0: it calls the scalar form for every such lane, and
 // masks are -inf. By the bits, since GCC puts what is chosen twice by one condition together again.
 TZ float tz_exp(float x) {
@@ -187,8 +210,21 @@ template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak
   constexpr int N = tz_cols<T>();
   int64_t i = 0;
   for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, 8>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, panel, kc, c + i * N, first);
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
+}
+// A run of numbers, copied; it is short, most often.
+template <class T> TZ void tz_run(T* to, const T* from, int64_t n) {
+  using M = typename tz_vec<T>::memory;
+  constexpr int L = tz_vec<T>::lanes;
+  if (n >= L) {
+    for (int64_t i = 0; i + L <= n; i += L) *(M*)(to + i) = *(const M*)(from + i);
+    *(M*)(to + n - L) = *(const M*)(from + n - L);  // the rest, with some of what is there already
+  } else {
+    for (int64_t i = 0; i < n; i++) to[i] = from[i];
+  }
 }
 // Two vectors in blocks of H lanes: the even blocks of both, or the odd ones.
 template <int H, bool odd, class V, size_t... I> TZ V tz_blocks(V a, V b, std::index_sequence<I...>) {

@@ -16,6 +16,11 @@ WORTH_KEEPING = 6.0
 LARGEST_ROWS = 1 << 18
 """Bytes of kept rows in one scope: they live on the stack, and in the second-level cache."""
 
+SHORT = 16
+"""Steps of a reduction from which on there are vectors of them."""
+NEAR = (2, 3, 4)
+"""How far apart what lanes read may be, where the alternative is no vector at all."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -132,8 +137,11 @@ def in_columns(s: n.Loop) -> bool:
         accesses: list[l.Load | l.Store] = [*_loads(x.body), *(y for y in x.body if isinstance(y, l.Store))]
         for access in accesses:
             offset = flatten(access.index, access.buffer.type.element_strides)
-            along += coefficient(offset, s.axes[0]) == 1
-            across += coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free  # else it is one for all lanes
+            by, steps = coefficient(offset, s.axes[0]), x.axes[-1].extent
+            far = not isinstance(steps, int) or steps >= SHORT
+            along += by == 1 or (by in NEAR and not far)
+            # what knows no lane is one for all of them
+            across += far and coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free
         if not vectorises([y for y in x.body if isinstance(y, n.Let)]):
             return False
     return along > 0 and across == 0
@@ -151,6 +159,38 @@ def transposes(outer: n.Loop, leaf: n.Loop) -> bool:
         if isinstance(across, int) and abs(across) >= 16 and along == 1:
             return all(isinstance(s.axes[0].extent, int) and s.axes[0].extent >= 32 for s in (outer, leaf))
     return False
+
+
+def groups(body: Sequence[n.Statement]) -> list[list[n.Statement]]:
+    """Loops one by one, and what stands between them."""
+    found: list[list[n.Statement]] = []
+    for s in body:
+        if isinstance(s, n.Loop) or not found or isinstance(found[-1][0], n.Loop):
+            found.append([])
+        found[-1].append(s)
+    return found
+
+
+def crossing(group: Sequence[n.Statement], others: Sequence[n.Statement]) -> list[l.Term]:
+    """The terms computed in `group` that `others` use directly."""
+    lets = {s.term: None for s in group if isinstance(s, n.Let) and not isinstance(s.term, l.Get)}
+    used = set(topological(_roots(others), stop=lets.__contains__))
+    return [x for x in lets if x in used]
+
+
+def _roots(body: Sequence[n.Statement]) -> list[Node]:
+    roots: list[Node] = []
+    for s in body:
+        match s:
+            case n.Let():
+                roots.append(s.term)
+            case n.Accumulate():
+                roots += s.args
+            case n.Loop():
+                roots += _roots(s.body)
+            case l.Store():
+                roots += s.children
+    return roots
 
 
 def _loads(body: Sequence[n.Statement]) -> Iterator[l.Load]:

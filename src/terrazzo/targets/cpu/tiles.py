@@ -1,0 +1,257 @@
+"""The tiles of a kernel of products: which of its axes are rows, which are columns, and how factors are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
+from terrazzo.ir.node import Node, topological
+from terrazzo.ir.sites import Sites, sites
+from terrazzo.targets.cpu.runs import stride
+
+ROWS = 192
+"""Rows of one block, at most: the tile of results stays in the second-level cache."""
+COLUMNS = 256
+"""Columns that share what was written of the rows of a block."""
+TILE = 12
+"""Rows of a tile in registers, at most."""
+LARGEST = 1 << 20
+"""Elements of a factor that is written whole, where it need not be."""
+RUN = 25.0
+"""What a run costs besides its elements, in vectors of multiply-adds."""
+CHEAP = 2
+"""The price of a factor, in additions, up to which it may be computed several times."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One contraction, with its factors as (of rows, of columns); and the axes of its steps, in the order in which
+    they are counted.
+    """
+
+    reduce: l.Reduce
+    left: Node
+    right: Node
+    steps: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """The contractions of a kernel, and which of its axes are their rows and their columns."""
+
+    sites: tuple[Site, ...]
+    rows: tuple[Any, ...]
+    columns: tuple[Any, ...]
+
+
+def tiled(kernel: l.Kernel) -> Tiled | None:
+    """The contractions of a kernel that is one chain of loops, as the cheapest tiles; None where there are none."""
+    found = sites(kernel)
+    if not (found.multiplies and found.one_chain and found.everywhere):
+        return None
+    products = list(found.contractions.values())
+    kind = products[0].reduce.dtype
+    if kind.name not in ("f32", "f64") or any(len(p.terms) > 1 or p.reduce.dtype is not kind for p in products):
+        return None
+    every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
+    if not all(isinstance(a.extent, int) for a in every):
+        return None
+    ways = {(w.rows, w.columns): w for w in _ways(kernel, found, products)}
+    return min(ways.values(), key=lambda w: _price(kernel, w), default=None)
+
+
+def _ways(kernel: l.Kernel, found: Sites, products: Sequence[Contraction]) -> Iterator[Tiled]:
+    """The rows and columns that a kernel may have, its axes as memory has them."""
+    for row in kernel.axes:
+        for column in kernel.axes:
+            pairs = found.sides(row, column)
+            if not pairs:
+                continue
+            rows = [a for a in kernel.axes if all(a in x.free and a not in y.free for x, y in pairs)]
+            columns = [a for a in kernel.axes if all(a in y.free and a not in x.free for x, y in pairs)]
+            rows = _as_read([x for x, _ in pairs], rows) or _as_stored(kernel, rows)
+            columns = _as_stored(kernel, columns)
+            made = tuple(Site(p.reduce, *pair, _steps(p, pair)) for p, pair in zip(products, pairs, strict=True))
+            if in_place := _together(made, rows):
+                rows = in_place
+            for some in (columns, columns[-1:]):  # a block of the last ones only is one run
+                if numel(rows) >= 2 and numel(some) >= 4:
+                    yield Tiled(made, tuple(rows), tuple(some))
+
+
+def _as_stored(kernel: l.Kernel, axes: Sequence[Any]) -> list[Any]:
+    """Axes in the order in which results lie."""
+    offsets = [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
+
+    def along(a: Any) -> int:
+        return max((abs(c) for o in offsets if isinstance(c := coefficient(o, a), int)), default=0)
+
+    return sorted(axes, key=lambda a: -along(a))
+
+
+def _as_read(factors: Sequence[Node], axes: Sequence[Any]) -> list[Any] | None:
+    """Axes in the order in which what all of the factors are of lies; None where they are of nothing such."""
+    loads = {load(f) for f in factors}
+    (one,) = loads if len(loads) == 1 else (None,)
+    strides = {a: stride(one, a) for a in axes} if one is not None else {}
+    return sorted(axes, key=lambda a: -abs(strides[a])) if all(strides.values()) and strides else None  # type: ignore[arg-type]
+
+
+def _together(made: Sequence[Site], rows: Sequence[Any]) -> list[Any] | None:
+    """The last rows, in their order, that all first factors have one behind the other, if they are enough or all."""
+    for k in range(len(rows)):
+        few = numel(rows[k:]) < ENOUGH and k > 0
+        if not few and all(direct(site, rows[k:]) for site in made):
+            return [*rows[k:]]
+    return None
+
+
+ENOUGH = 24
+"""Rows of a block that are as good as more of them that have to be written first."""
+
+
+def _steps(p: Contraction, pair: tuple[Node, Node]) -> tuple[Any, ...]:
+    """The axes of a sum in the order in which its factors are read with the fewest steps from one place to another."""
+    axes = p.reduce.axes
+    orders = [tuple(axes)]
+    for f in pair:
+        one = load(f)
+        strides = {a: stride(one, a) for a in axes} if one is not None else {}
+        if strides and all(strides.values()):
+            orders.append(tuple(sorted(axes, key=lambda a: -abs(strides[a]))))  # type: ignore[arg-type]
+    return min(orders, key=lambda order: sum(_reading(f, order) for f in pair))
+
+
+def _reading(f: Node, order: Sequence[Any]) -> float:
+    """What reading a factor along these axes costs, for all of its elements."""
+    one, size = load(f), numel([a for a in f.free if isinstance(a, Var)]) * numel(order)
+    if one is None or price(f) > CHEAP:
+        return 0.0  # it is computed, in whatever order
+    free = [a for a in one.free if isinstance(a, Var) and stride(one, a) == 1 and extent(a) > 1]
+    if free or (plain(one) and flat(one, order) is not None):
+        return 0.0
+    last = order[-1]
+    return float(size * (1 + 8 / float(last.extent) if stride(one, last) == 1 else 4))
+
+
+def _price(kernel: l.Kernel, way: Tiled) -> float:
+    """What a way of tiling costs, in vectors of 16 multiply-adds."""
+    m, count = numel(way.rows), numel(way.columns)
+    around = numel([a for a in kernel.axes if a not in way.rows and a not in way.columns])
+    work = 0.0
+    for site in way.sites:
+        k = depth(site)
+        slow = 1 if m >= TILE else 1.5 if m >= 4 else 4
+        work += m * slow * -(-count // 32) * 2 * k
+        panels = 1 if kept(site, way) else -(-m // ROWS)
+        work += panels * count * k * _packing(site.right, site.steps, way.columns)
+        if direct(site, way.rows) is None:
+            along, groups = site.steps, 1
+            if not whole(site, way):
+                along, groups = (way.rows if by_rows(site, way) else along), -(-count // COLUMNS)
+            work += groups * m * k * _packing(site.left, site.steps, along)
+    offsets = [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
+    contiguous = all(coefficient(o, way.columns[-1]) == 1 for o in offsets)
+    return float(around * (work + m * count * len(offsets) * (0.1 if contiguous else 1.0)))
+
+
+def _packing(x: Node, steps: Sequence[Any], along: Sequence[Any]) -> float:
+    """What writing an element of a factor costs, in runs along the last of some axes."""
+    one = load(x)
+    if one is None:
+        return 1.0
+    by, far = stride(one, along[-1]), float(along[-1].extent)
+    if by == 1:
+        return 0.15 + RUN * (1 / 32 + (1 / far if len(along) > 1 else 0))
+    return 0.3 if plain(one) and flat(one, steps) == 1 else 0.5 + 1 / far if by == 2 else 1.5
+
+
+def load(x: Node) -> l.Load | None:
+    """What a factor is of: the one load of which it is made."""
+    found = [y for y in topological([x]) if isinstance(y, l.Load)]
+    return found[0] if len(found) == 1 else None
+
+
+def price(x: Node) -> float:
+    """What computing a factor costs, conversions aside."""
+    return sum(y.fn.cost for y in topological([x]) if isinstance(y, l.Apply) and not is_cast(y.fn))
+
+
+def plain(x: Any) -> bool:
+    """Whether a load is one at every place, and data does not say where."""
+    return isinstance(x, l.Load) and not x.inside and not _gathers(x)
+
+
+def kept(site: Site, way: Tiled) -> bool:
+    """Whether the panels of all columns are written once, since many blocks of rows read them."""
+    size = numel([a for a in site.right.free if isinstance(a, Var)]) * depth(site)
+    return numel(way.rows) > 2 * ROWS and 0 < size <= LARGEST
+
+
+def whole(site: Site, way: Tiled) -> bool:
+    """Whether all rows are written once: what is computed, and what is small."""
+    one = load(site.left)
+    size = numel([a for a in site.left.free if isinstance(a, Var)]) * depth(site)
+    windows = one is not None and size >= 2 * _size(one.buffer)
+    if price(site.left) > CHEAP and numel(way.columns) > COLUMNS // 2:
+        return True
+    return size <= LARGEST and not windows and not by_rows(site, way)
+
+
+def by_rows(site: Site, way: Tiled) -> bool:
+    """Whether the first factor lies along its rows in memory, and not along its steps."""
+    one = load(site.left)
+    return one is not None and stride(one, way.rows[-1]) == 1 and stride(one, site.steps[-1]) != 1
+
+
+def direct(site: Site, rows: Sequence[Any]) -> tuple[l.Load, IntExpr, IntExpr] | None:
+    """The first factor as (load, stride along rows, stride along k), where it can be read in place."""
+    one = site.left
+    if not plain(one):
+        return None
+    assert isinstance(one, l.Load)
+    along_m, along_k = flat(one, rows), flat(one, site.steps)
+    return (one, along_m, along_k) if along_m is not None and along_k is not None else None
+
+
+def flat(one: l.Load, axes: Sequence[Any]) -> IntExpr | None:
+    """The stride of the flattened axes, where they lie one behind the other in memory."""
+    offset = flatten(one.index, one.buffer.type.element_strides)
+    longer = [a for a in axes if a.extent != 1]
+    by: IntExpr | None = None
+    for a in reversed(longer):
+        own = coefficient(offset, a)
+        if own is None or (by is not None and own != by):
+            return None
+        by = own * a.extent
+    return coefficient(offset, longer[-1]) if longer else 0
+
+
+def _gathers(one: l.Load) -> bool:
+    return any(isinstance(x, Loaded) for x in topological([e for e in one.index if isinstance(e, Expr)]))
+
+
+def depth(site: Site) -> int:
+    """How many products are added up."""
+    return numel(site.steps)
+
+
+def extent(axis: Var) -> int:
+    """The extent of an axis, which is known here."""
+    assert isinstance(axis.extent, int)
+    return axis.extent
+
+
+def numel(axes: Sequence[Any]) -> int:
+    return math.prod(int(a.extent) for a in axes)
+
+
+def _size(b: l.Buffer) -> int:
+    return math.prod(b.type.static_shape)
