@@ -102,10 +102,14 @@ def _judged(
     """Whether readers are to compute again what makers store. Where they would be slower at best, nobody asks whether
     they can be built, which takes long.
     """
-    new = [_whole(reader, makers) for reader in readers]
-    if math.isinf(after := least(new)):
-        why = "a block has no room for two products in one loop of steps"
-        return why, why
+    new: list[l.Kernel] = []
+    after = 0.0
+    for reader in readers:
+        new.append(_whole(reader, makers))
+        after += least(new[-1:])
+        if math.isinf(after):  # and nobody writes down what the others would be
+            why = "a block has no room for two products in one loop of steps"
+            return why, why
     before = price([*makers, *readers])
     most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
     if after <= most:
