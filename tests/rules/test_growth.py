@@ -385,6 +385,29 @@ def test_what_every_layer_adds_to_is_stored_before_it_is_a_long_sum() -> None:
     assert any("would compute" in e.reason and "again" in e.reason for e in done.log.events)
 
 
+def test_the_first_chain_without_room_ends_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that a loop made, trained: a dozen products read each, and what all would be was written down for it."""
+    whole: list[Any] = []
+    monkeypatch.setattr(again, "_whole", lambda reader, makers: whole.append(reader) or reader)
+    why, _ = again._judged([], ["first", "second"], None, lambda new: float("inf"), None)  # type: ignore
+    assert "no room" in why and whole == ["first"]
+
+
+def test_what_stores_have_in_common_is_rewritten_once() -> None:
+    """Each of many gradients is made of the sum of all branches."""
+    x, y = (l.Buffer(name, Type(DTYPES["f32"], (8,))) for name in "xy")
+    axis = Var("a0", 8)
+    term: Any = l.Load(x, (axis,))
+    for n in range(20):
+        term = l.apply("add", l.apply("sin", term), l.Load(y, ((axis + n) % 8,)))
+    stores = tuple(l.Store(l.Buffer(f"z{n}", x.type), (axis,), l.apply("mul", term, term)) for n in range(16))
+    seen: list[Any] = []
+    assert node.transformed(stores, lambda z: seen.append(z) or z) == stores
+    assert len(seen) == len({*seen})
+    there = node.substituted(stores, {axis: Var("a1", 8)})
+    assert there == tuple(node.substitute(s, {axis: Var("a1", 8)}) for s in stores) != stores
+
+
 def test_sums_of_indices_that_nobody_keeps_are_not_made_again() -> None:
     i, j = Var("i", 64), Var("j", 64)
     offset = i * 64 + j  # which keeps no i * 64

@@ -18,7 +18,7 @@ from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.node import topological, transform
+from terrazzo.ir.node import topological, transformed
 from terrazzo.ir.sites import is_product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
@@ -165,7 +165,7 @@ def _group(
     """The products that store factors of these sizes, from one on, and the products these are factors of; where there
     are too many, the first of them. None where somebody else reads them.
     """
-    makers, readers = [maker], []
+    makers, readers = [maker], list[l.Kernel]()
     for s in makers:
         if len(makers) > MOST:
             return makers, readers
@@ -193,7 +193,7 @@ def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
     """A kernel with the terms of others for what they store."""
     while behind := [s for s in makers if {*s.writes} & {*reader.reads}]:
         reader = inline(reader, behind[-1])
-    stores = tuple(transform(s, _simpler) for s in reader.stores)
+    stores = transformed(reader.stores, _simpler)
     return l.Kernel(reader.name, reader.axes, stores, reader.source)
 
 
