@@ -77,3 +77,16 @@ def test_gradients_read_a_bias_where_it_lies() -> None:
         both = (torch.tensor(np.asarray(x, np.float64)) for x in (ours, eager.double()))
         error, allowed = (float((x - wanted).square().mean().sqrt()) for x in both)
         assert error <= 2 * allowed
+
+
+def test_what_a_product_reads_too_is_no_bias() -> None:
+    """Two layers of pixels with what was there before: the factor of the second product has the first one's operand."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        h = x + torch.relu(F.conv2d(x, w))
+        return h + torch.relu(F.conv2d(h, v))
+
+    x, w, v = random((2, 8, 16, 16), (8, 8, 1, 1), (8, 8, 1, 1))
+    found = lowered(fn, (x, w, v), "sm_90a")
+    assert not brought(found)
+    close(found, fn, (x, w, v))

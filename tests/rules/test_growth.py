@@ -336,6 +336,78 @@ def test_sums_over_several_axes_are_not_put_into_each_other(monkeypatch: pytest.
     assert any(e.rule == again.RULE and "over several axes" in e.reason for e in done.log.events)
 
 
+def test_no_more_than_a_few_products_are_put_into_each_other() -> None:
+    """Each made of the one before twice: n of them put into each other are 2^n, and were not through in minutes."""
+    lines, before, last = [], "x", "y"
+    for n in range(24):
+        lines += [f"    mm_{n}: bf16[32, 32] = aten.mm.default({before}, {last})",
+                  f"    add_{n}: bf16[32, 32] = aten.add.Tensor(mm_{n}, {before})"]  # fmt: skip
+        before, last = last, f"add_{n}"
+    text = "\n".join(["@torch\ndef f(x: bf16[32, 32], y: bf16[32, 32]):", *lines, f"    return ({last},)\n"])
+    done = lowering(parse(text), Options(target="sm_90a", libraries="never"))
+    assert any(e.rule == again.RULE and f"more than {again.MOST} make" in e.reason for e in done.log.events)
+    assert max(len(s.terms) for s in done.loop.steps if isinstance(s, l.Kernel)) < 400
+
+
+def test_sums_in_sums_are_not_taken_apart_as_if_they_were_over_keys(work: Counter[str]) -> None:
+    """Small convolutions are put into each other, and are no softmax: to find that out takes no longer with each."""
+    walked = []
+    for count in (8, 24):
+        lines, last = [], "x"
+        for n in range(count):
+            call = f"aten.convolution.default({last}, w, None, [1], [1], [1], False, [0], 1)"
+            lines += [f"    y_{n}: bf16[2, 1, 64] = {call}", f"    z_{n}: bf16[2, 1, 64] = aten.relu.default(y_{n})"]
+            last = f"z_{n}"
+        text = "\n".join(["@torch\ndef f(x: bf16[2, 1, 64], w: bf16[1, 1, 3]):", *lines, f"    return ({last},)\n"])
+        work.clear()
+        lowering(parse(text), Options(target="sm_90a", libraries="never"))
+        walked.append(work["nodes"])
+    assert walked[1] <= 4.8 * walked[0]
+
+
+def test_what_every_layer_adds_to_is_stored_before_it_is_a_long_sum() -> None:
+    """Small layers with norms in front: what is added up was the sum of all layers before, again in each of them."""
+    weights = ", ".join(f"w{n}: bf16[32, 32]" for n in range(24))
+    lines, last = [f"@torch\ndef f(x: bf16[16, 32], {weights}):"], "x"
+    for n in range(24):
+        lines += [
+            f"    norm_{n}: (bf16[16, 32], bf16[16, 1], bf16[16, 1]) = "
+            f"aten.native_layer_norm.default({last}, [32], None, None, 1e-05)",
+            f"    normed_{n}: bf16[16, 32] = get(norm_{n}, 0)",
+            f"    product_{n}: bf16[16, 32] = aten.mm.default(normed_{n}, w{n})",
+            f"    mm_{n}: bf16[16, 32] = aten.gelu.default(product_{n})",
+            f"    add_{n}: bf16[16, 32] = aten.add.Tensor({last}, mm_{n})",
+        ]
+        last = f"add_{n}"
+    done = lowering(parse("\n".join([*lines, f"    return ({last},)\n"])), Options(target="sm_90a"))
+    kernels = [s for s in done.loop.steps if isinstance(s, l.Kernel)]
+    assert max(len(s.terms) for s in kernels) <= 3 * fusion.AGAIN
+    assert any("would compute" in e.reason and "again" in e.reason for e in done.log.events)
+
+
+def test_the_first_chain_without_room_ends_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that a loop made, trained: a dozen products read each, and what all would be was written down for it."""
+    whole: list[Any] = []
+    monkeypatch.setattr(again, "_whole", lambda reader, makers: whole.append(reader) or reader)
+    why, _ = again._judged([], ["first", "second"], None, lambda new: float("inf"), None)  # type: ignore
+    assert "no room" in why and whole == ["first"]
+
+
+def test_what_stores_have_in_common_is_rewritten_once() -> None:
+    """Each of many gradients is made of the sum of all branches."""
+    x, y = (l.Buffer(name, Type(DTYPES["f32"], (8,))) for name in "xy")
+    axis = Var("a0", 8)
+    term: Any = l.Load(x, (axis,))
+    for n in range(20):
+        term = l.apply("add", l.apply("sin", term), l.Load(y, ((axis + n) % 8,)))
+    stores = tuple(l.Store(l.Buffer(f"z{n}", x.type), (axis,), l.apply("mul", term, term)) for n in range(16))
+    seen: list[Any] = []
+    assert node.transformed(stores, lambda z: seen.append(z) or z) == stores
+    assert len(seen) == len({*seen})
+    there = node.substituted(stores, {axis: Var("a1", 8)})
+    assert there == tuple(node.substitute(s, {axis: Var("a1", 8)}) for s in stores) != stores
+
+
 def test_sums_of_indices_that_nobody_keeps_are_not_made_again() -> None:
     i, j = Var("i", 64), Var("j", 64)
     offset = i * 64 + j  # which keeps no i * 64

@@ -297,6 +297,12 @@ def transform(root: Node, visit: Callable[[Node], Any], memo: dict[Node, Any] | 
     return memo[root]
 
 
+def transformed(roots: Iterable[N], visit: Callable[[Node], Any]) -> tuple[Any, ...]:
+    """Several roots, each as `transform` makes it; what they have in common is rebuilt once."""
+    memo: dict[Node, Any] = {}
+    return tuple(transform(root, visit, memo) for root in roots)
+
+
 def rebuilt(node: N, memo: Mapping[Any, Any]) -> N:
     """A node whose children are what `memo` has for them: itself where they are its own."""
     for c in node.children:
@@ -347,9 +353,17 @@ def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
     """Replace nodes by nodes (or ints), everywhere below `root`. The images must not mention `Bound` variables of
     `root`.
     """
-    if not isinstance(root, Node) or not mapping:
-        return root
-    memo: dict[Any, Any] = dict(mapping)
+    return _substituted(root, mapping, dict(mapping)) if isinstance(root, Node) and mapping else root
+
+
+def substituted(roots: Iterable[Any], mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """The same below several roots; what they have in common is rebuilt once."""
+    memo = dict(mapping)
+    return tuple(_substituted(x, mapping, memo) if isinstance(x, Node) and mapping else x for x in roots)
+
+
+def _substituted(root: Node, mapping: Mapping[Any, Any], memo: dict[Any, Any]) -> Any:
+    """A root with what `memo` has for nodes below it, which has more of them then."""
     if root in memo:
         return memo[root]
     only = all(x in x.free for x in mapping)  # variables: what does not mention them stays

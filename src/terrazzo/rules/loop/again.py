@@ -18,7 +18,7 @@ from terrazzo.ir.canonical import together
 from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.node import topological, transform
+from terrazzo.ir.node import topological, transformed
 from terrazzo.ir.sites import is_product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
@@ -38,7 +38,9 @@ WIDE = 1.1
 """The same where 32 bits of each would be stored, which nobody else does: memory counts too."""
 
 MOST = 4
-"""Products that make each other and are computed again in 32 bits, at most: gradients of attention have two."""
+"""Products that make each other and are computed again, at most: gradients of attention have two. Where one is made of
+the one before twice, as with a residual, n of them put into each other are 2^n.
+"""
 
 Verdict = tuple[str, str]
 """Why products are not computed again, or nothing; and what both ways take."""
@@ -100,10 +102,14 @@ def _judged(
     """Whether readers are to compute again what makers store. Where they would be slower at best, nobody asks whether
     they can be built, which takes long.
     """
-    new = [_whole(reader, makers) for reader in readers]
-    if math.isinf(after := least(new)):
-        why = "a block has no room for two products in one loop of steps"
-        return why, why
+    new: list[l.Kernel] = []
+    after = 0.0
+    for reader in readers:
+        new.append(_whole(reader, makers))
+        after += least(new[-1:])
+        if math.isinf(after):  # and nobody writes down what the others would be
+            why = "a block has no room for two products in one loop of steps"
+            return why, why
     before = price([*makers, *readers])
     most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
     if after <= most:
@@ -126,10 +132,10 @@ def _not_tried(makers: Sequence[l.Kernel], readers: Sequence[l.Kernel]) -> str:
     """Why it is not tried to compute again what makers store, or nothing. Both sums of a chain are over one axis: those
     of images are over three, and would take long to put into each other.
     """
+    if len(makers) > MOST:
+        return f"more than {MOST} make each other, and to price what would be computed again takes long"
     if len(makers) > 1:
-        tried = not _wide(makers) or len(makers) <= MOST
-        why = f"more than {MOST} make each other, and to price what would be computed again takes long"
-        return "" if tried else why
+        return ""
     for side in (makers, readers):
         if not any(_long(r) == 1 for s in side for r in topological(s.stores) if isinstance(r, l.Reduce)):
             return "it sums over several axes, and chains of products over one each"
@@ -156,11 +162,13 @@ def _group(
     kept: set[l.Buffer],
     sizes: tuple[int, ...],
 ) -> tuple[list[l.Kernel], list[l.Kernel]] | None:
-    """The products that store factors of these sizes, from one on, and the products these are factors of. None where
-    somebody else reads them.
+    """The products that store factors of these sizes, from one on, and the products these are factors of; where there
+    are too many, the first of them. None where somebody else reads them.
     """
-    makers, readers = [maker], []
+    makers, readers = [maker], list[l.Kernel]()
     for s in makers:
+        if len(makers) > MOST:
+            return makers, readers
         if not is_product(s) or any(b in kept or b.type.dtype.size not in sizes for b in s.writes):
             return None
         for reader in dict.fromkeys(k for b in s.writes for k in readers_of.get(b, ())):
@@ -185,7 +193,7 @@ def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
     """A kernel with the terms of others for what they store."""
     while behind := [s for s in makers if {*s.writes} & {*reader.reads}]:
         reader = inline(reader, behind[-1])
-    stores = tuple(transform(s, _simpler) for s in reader.stores)
+    stores = transformed(reader.stores, _simpler)
     return l.Kernel(reader.name, reader.axes, stores, reader.source)
 
 

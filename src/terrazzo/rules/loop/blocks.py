@@ -20,7 +20,7 @@ from typing import Any
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.node import substitute, topological, transformed
 from terrazzo.ir.types import Type, i64
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order, unused
@@ -142,7 +142,7 @@ def told(kernel: l.Kernel, asked: _Asked, seen: _Seen) -> l.Kernel:
         places = [p for p in every(x.args[0]) if p not in every(found)]
         return l.apply("where", both([*places, *bounds, l.apply("or_", inside, found)]), *x.args[1:])
 
-    stores = tuple(transform(s, visit) for s in kernel.stores)
+    stores = transformed(kernel.stores, visit)
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 

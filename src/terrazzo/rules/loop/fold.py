@@ -19,7 +19,7 @@ from terrazzo.ir.canonical import canonical, many_alike
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, floordiv, mod
-from terrazzo.ir.node import Node, per_node, substitute, topological, transform
+from terrazzo.ir.node import Node, per_node, substitute, topological, transform, transformed
 from terrazzo.ir.ranges import decided, range_of
 from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
@@ -164,7 +164,7 @@ def extremes_once(kernel: l.Kernel) -> l.Kernel:
             taken[x] = l.Get(place, 0)
     if not taken:
         return kernel
-    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    stores = transformed(kernel.stores, lambda x: taken.get(x, x))
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 

@@ -44,6 +44,10 @@ NEAR = 64
 """How many steps may lie between two kernels that share an operand and nothing else, if they are to merge: beyond, the
 pairs of an unrolled loop grow with its square, and what they share is long out of the cache.
 """
+AGAIN = 128
+"""Nodes of a term beyond which several kernels do not compute it again, however little that takes: what is added to in
+every layer of a net would be the sum of all layers before, again in each of them.
+"""
 
 
 def fuse(
@@ -370,6 +374,8 @@ class _Fusion:
             if len(new.form.terms) > LARGEST:
                 return f"{new.name} would have more than {LARGEST} nodes"
             found.append(new)
+        if len(readers) > 1 and any(len(k.form.terms) > AGAIN for k in kernels):
+            return f"{len(readers)} kernels would compute {name} again, which has more than {AGAIN} nodes"
         before = self._products([*kernels, *(self.kernels[j] for j in readers)])[0]
         if self._products(kernels)[0] and self._products(found)[0] > before:
             return f"{name} is a product, which would be computed more than once"

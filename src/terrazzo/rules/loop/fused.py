@@ -9,7 +9,7 @@ from terrazzo.errors import TerrazzoError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.instances import Instance
-from terrazzo.ir.node import per_node, substitute, topological
+from terrazzo.ir.node import per_node, substituted, topological
 from terrazzo.rules.loop.alike import by_axes
 from terrazzo.rules.loop.inline import inline, unproved
 from terrazzo.rules.loop.scale import uncast
@@ -95,7 +95,7 @@ def merged(first: l.Kernel, second: l.Kernel, dead: Set[l.Buffer] = frozenset())
         reader = inline(second, first)
         rename: dict[Any, Any] = dict(zip(short.axes, long.axes, strict=False))
         parts = {first: first.stores, second: reader.stores}
-        parts[short] = tuple(substitute(s, rename) for s in parts[short])
+        parts[short] = substituted(parts[short], rename)
         kept = [s for s in (*parts[first], *parts[second]) if s.buffer not in dead]
         stores = sorted(kept, key=_depth)  # outermost first, as the nest has them
         axes = tuple(a for a in long.axes if any(a in s.free for s in stores))

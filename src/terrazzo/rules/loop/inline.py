@@ -25,7 +25,9 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
         store = stored.get(load.buffer)
         return load if store is None else element(store, load.index, load.inside)
 
-    stores = (l.Store(s.buffer, s.index, rewrite_loads(s.value, replace, set(stored), binds)) for s in consumer.stores)
+    memo: dict[Node, Any] = {}  # stores have terms in common
+    values = (rewrite_loads(s.value, replace, set(stored), binds, memo) for s in consumer.stores)
+    stores = (l.Store(s.buffer, s.index, value) for s, value in zip(consumer.stores, values, strict=True))
     return l.Kernel(consumer.name, consumer.axes, tuple(stores), consumer.source)
 
 

@@ -13,7 +13,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, Var
-from terrazzo.ir.node import substitute, transform
+from terrazzo.ir.node import substitute, transformed
 from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
@@ -164,7 +164,7 @@ def operands_stored(
             taken[x] = l.Load.make(place, tuple(places.get(a, a) for a in walked), ())
     if not taken:
         return None
-    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    stores = transformed(kernel.stores, lambda x: taken.get(x, x))
     return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 

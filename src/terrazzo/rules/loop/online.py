@@ -26,7 +26,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var, terms_of
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.types import DType, contiguous_strides, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
@@ -62,7 +62,7 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
         known_masks = masks((*found, last), steps.writers)
         group = together(tuple(masks_told(x, known_masks) for x in (*found, last)))
         if group.kernel not in made_of:  # each once, whatever its buffers are called
-            whole = with_rows(group.kernel[:-1], group.kernel[-1])
+            whole = with_rows(group.kernel[:-1], group.kernel[-1]) if any(map(_has_exponential, group.kernel)) else None
             made_of[group.kernel] = softmax_into_product(whole, sizes) if whole is not None else None
         made = group.named(made_of[group.kernel])
         if made is None:
@@ -82,6 +82,12 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
     masks_read = {b for s in steps.made.values() for b in s.reads} | {*program.results}
     left = [s for s in steps.made.values() if s not in told or masks_read & {*s.writes}]
     return in_order(program, left)
+
+
+@per_node
+def _has_exponential(kernel: l.Kernel) -> bool:
+    """Whether a kernel has an exponential, as every softmax does."""
+    return any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in kernel.terms)
 
 
 def _values_stored(program: l.Program, log: Log) -> l.Program:
@@ -282,9 +288,9 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
     for weight, value in (product.args, product.args[::-1]):
         v = operand(value)
         kind: DType = v.dtype  # type: ignore[attr-defined]
-        if not any(isinstance(x, l.Reduce) for x in topological([weight])) or kind.size != size or not kind.is_float:
+        if kind.size != size or not kind.is_float or not _exponential(weight, axis):
             continue
-        core, gates, rebuild = _peeled(weight if told else plain(weight), axis)
+        core, gates, rebuild = _peeled(weight if told else plain(weight, axis.extent), axis)
         if not isinstance(core, l.Apply) or core.fn.name != "exp":
             continue
         if kind.name == "f16" and math.prod(map(at_most, gates)) > LARGEST_GATE:
@@ -313,6 +319,13 @@ def _framed(r: l.Reduce, told: bool, size: int) -> _Framed | None:
         if not _reductions(new, kept):
             return _Framed(new, known, kept)
     return None
+
+
+def _exponential(weight: Any, axis: Var) -> bool:
+    """Whether a weight is made of reductions, and, outside of these, of an exponential that depends on an axis."""
+    outside = topological([weight], stop=lambda x: isinstance(x, l.Reduce))
+    exp = any(isinstance(x, l.Apply) and x.fn.name == "exp" and axis in x.free for x in outside)
+    return exp and any(isinstance(x, l.Reduce) for x in outside)
 
 
 def _peeled(x: Any, axis: Var) -> tuple[Any, tuple[Any, ...], Callable[[Any], Any]]:

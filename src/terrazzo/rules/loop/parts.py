@@ -15,7 +15,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, bf16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
@@ -405,7 +405,7 @@ def _multiplied(
         there = [(i + j, x, y) for i, j in pairs(count) if (x := a[i]) is not None and (y := b[j]) is not None]
         terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
         new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, scale),))
-    stores = tuple(substitute(s, new) for s in kernel.stores)
+    stores = substituted(kernel.stores, new)
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.instances import Asked, instances
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import topological, transform
+from terrazzo.ir.node import topological, transformed
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.inline import inline
@@ -111,7 +111,7 @@ def summed(maker: l.Kernel, reader: l.Kernel) -> l.Kernel | None:
     if len(sums) != 1 or len(reader.stores) != 1 or sums[0].monoid.name != "sum":
         return None
     whole = inline(reader, maker)
-    stores = tuple(transform(s, _flat) for s in whole.stores)
+    stores = transformed(whole.stores, _flat)
     made = l.Kernel(reader.name, reader.axes, stores, reader.source)
     found = chain(made)
     return made if found is not None and found.rounds else None

@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.node import transform
+from terrazzo.ir.node import transformed
 
 SMALL, LARGE = 2.0**-16, 2.0**16
 """The constants that are taken out. Others bring sums nearer to an overflow, or products to nothing, than what they are
@@ -23,7 +23,7 @@ def scale_after(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with the constants of its contractions' factors multiplied into their results."""
     if all(_scaled(x) is x for x in kernel.carried):
         return kernel
-    return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, _scaled) for s in kernel.stores), kernel.source)
+    return l.Kernel(kernel.name, kernel.axes, transformed(kernel.stores, _scaled), kernel.source)
 
 
 def is_scaled(value: Any) -> bool:

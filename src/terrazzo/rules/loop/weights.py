@@ -25,16 +25,14 @@ FEW = 8
 """Keys beside those of a product that are combined one by one, at most."""
 
 
-def plain(x: Any) -> Any:
+def plain(x: Any, keys: Any) -> Any:
     """A term without what is rounded to 16 bits on the way to 32, and with reductions over several pieces of an axis,
-    as of scores and what was concatenated with them, apart.
+    as of the scores of so many keys and what was concatenated with them, apart.
     """
-    return folded(transform(x, _plain))
+    return folded(transform(x, lambda y: _pieces(y, keys) if isinstance(y, l.Reduce) else _plain(y)))
 
 
 def _plain(x: Any) -> Any:
-    if isinstance(x, l.Reduce):
-        return _pieces(x)
     if isinstance(x, l.Load) and x.inside:
         return l.Load.make(x.buffer, x.index, tuple(e for e in x.inside if not at_least(e, 0)))
     if not isinstance(x, l.Apply) or not is_cast(x.fn) or not x.dtype.is_float:
@@ -49,22 +47,26 @@ def _plain(x: Any) -> Any:
     return x
 
 
-def _pieces(x: l.Reduce) -> Any:
-    """A reduction over an axis as what combines those over its first values, and what is at its few last ones."""
+def _pieces(x: l.Reduce, keys: Any) -> Any:
+    """A reduction over an axis as what combines that over the keys, its first values, and what is at its few last ones.
+    Others are left alone: a product whose axis is short may hold many, one in the other.
+    """
     if len(x.axes) > 1 or x.monoid.width > 1 or not isinstance(x.axes[0].extent, int):
+        return x
+    if not isinstance(keys, int) or not keys < x.axes[0].extent <= keys + FEW:
         return x
     (axis,), (body,) = l.open_binder(x)
     for y in topological([body], stop=lambda y: isinstance(y, l.Reduce)):
         if not isinstance(y, l.Apply) or y.fn.name != "where" or (found := bounded(y.args[0])) is None:
             continue
         v, (first, last), (low, high) = found
-        if v is not axis or first != 0 or high != axis.extent - 1 or high - low >= FEW:
+        if v is not axis or first != 0 or last + 1 != keys:
             continue
         begin = Var(l.fresh_name(), last + 1)
         parts = [l.Reduce.make(x.monoid, (begin,), (folded(_again(substitute(body, {axis: begin}))),))]
         parts += [_again(folded(substitute(body, {axis: n}))) for n in range(low, high + 1)]
         return reduce(lambda a, b: x.monoid.combine(l.apply, (a,), (b,))[0], parts)
-    return l.Reduce.make(x.monoid, (axis,), (body,))
+    return x
 
 
 def _again(x: Any) -> Any:

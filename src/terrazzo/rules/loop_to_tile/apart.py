@@ -10,7 +10,7 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, topological, transform
+from terrazzo.ir.node import Node, topological, transform, transformed
 from terrazzo.ir.types import Type
 
 
@@ -216,7 +216,7 @@ def _stored(kernel: l.Kernel, sums: dict[str, l.Reduce], outer: Collection[Any] 
         place = l.Buffer(name, kind)
         first.append(l.Kernel(place.name, axes, (l.Store(place, axes, value),), kernel.source))
         taken[value] = l.Load(place, axes)
-    stores = tuple(transform(s, lambda x: taken.get(x, x)) for s in kernel.stores)
+    stores = transformed(kernel.stores, lambda x: taken.get(x, x))
     return (*first, l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
 
 

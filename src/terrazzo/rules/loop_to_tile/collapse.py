@@ -11,7 +11,7 @@ from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, Mod, Var
-from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.node import substitute, substituted, topological, transformed
 from terrazzo.ir.sites import product
 
 
@@ -59,7 +59,7 @@ def collapse(kernel: l.Kernel) -> l.Kernel:
         far: dict[Any, Any] = dict(zip(ordered, steps, strict=True))
         ordered.sort(key=lambda a: -far[a])
     digits = dict(zip(ordered, unflatten(flat, tuple(a.extent for a in ordered)), strict=True))
-    stores = tuple(substitute(s, digits) for s in kernel.stores)
+    stores = substituted(kernel.stores, digits)
     return l.Kernel(kernel.name, (flat,), stores, kernel.source)
 
 
@@ -102,7 +102,7 @@ def merge_axes(kernel: l.Kernel, axes: Sequence[Var]) -> l.Kernel:
     digits: dict[Any, Any] = dict(zip(axes, unflatten(flat, extents), strict=True))
     first = next(a for a in kernel.axes if a in mine)
     new = tuple(flat if a is first else a for a in kernel.axes if a is first or a not in mine)
-    return l.Kernel(kernel.name, new, tuple(substitute(s, digits) for s in kernel.stores), kernel.source)
+    return l.Kernel(kernel.name, new, substituted(kernel.stores, digits), kernel.source)
 
 
 def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
@@ -150,7 +150,7 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
         flat = Var(group[0].name, math.prod(extents)) if len(group) > 1 else group[0]
         new.update(zip(group, unflatten(flat, tuple(extents)) if len(group) > 1 else (flat,), strict=True))
         merged[group[0]] = flat
-    stores = tuple(substitute(s, {a: e for a, e in new.items() if e is not a}) for s in kernel.stores)
+    stores = substituted(kernel.stores, {a: e for a, e in new.items() if e is not a})
     return l.Kernel(kernel.name, tuple(merged[a] for a in kernel.axes if a in merged), stores, kernel.source)
 
 
@@ -192,8 +192,8 @@ def digits_apart(kernel: l.Kernel) -> l.Kernel:
         axes += digits
         new[a] = _number(digits)
     if len(axes) > len(kernel.axes):
-        kernel = l.Kernel(kernel.name, tuple(axes), tuple(substitute(s, new) for s in kernel.stores), kernel.source)
-    stores = tuple(transform(s, _steps_apart) for s in kernel.stores)
+        kernel = l.Kernel(kernel.name, tuple(axes), substituted(kernel.stores, new), kernel.source)
+    stores = transformed(kernel.stores, _steps_apart)
     return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
@@ -282,7 +282,7 @@ def as_memory_runs(kernel: l.Kernel) -> l.Kernel:
                     z[a0, a1] = acc0
         return (z,)
     """
-    stores = tuple(transform(s, _as_memory_runs) for s in kernel.stores)
+    stores = transformed(kernel.stores, _as_memory_runs)
     return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
@@ -372,4 +372,4 @@ def _flat(kernel: l.Kernel, which: Callable[[l.Reduce], bool]) -> l.Kernel:
         digits = dict(zip(axes, unflatten(flat, tuple(extents)), strict=True))
         return l.Reduce.make(node.monoid, (flat,), tuple(substitute(a, digits) for a in args))
 
-    return l.Kernel(kernel.name, kernel.axes, tuple(transform(s, visit) for s in kernel.stores), kernel.source)
+    return l.Kernel(kernel.name, kernel.axes, transformed(kernel.stores, visit), kernel.source)

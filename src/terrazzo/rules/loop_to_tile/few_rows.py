@@ -14,7 +14,7 @@ from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Var, at_least
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.inline import guarded, rewrite_loads, select
@@ -93,7 +93,7 @@ def _merged(kernel: l.Kernel) -> l.Kernel:
         return kernel
     flat = Var(rows[0].name, math.prod(map(_size, rows)))
     new = dict(zip(rows, unflatten(flat, tuple(x.extent for x in rows)), strict=True))
-    stores = tuple(substitute(s, new) for s in kernel.stores)
+    stores = substituted(kernel.stores, new)
     axes = tuple(flat if x is rows[0] else x for x in kernel.axes if x not in rows[1:])
     return l.Kernel(kernel.name, axes, stores, kernel.source)
 
@@ -127,7 +127,7 @@ def _as_two(kernel: l.Kernel, axis: Any, inner: int) -> l.Kernel:
     new: dict[Any, Any] = {}
     for a in kernel.axes:
         new[a] = left.pop(0) * inner + left.pop(0) if a is axis else left.pop(0)
-    return l.Kernel(kernel.name, axes, tuple(substitute(s, new) for s in kernel.stores), kernel.source)
+    return l.Kernel(kernel.name, axes, substituted(kernel.stores, new), kernel.source)
 
 
 def split_frames(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kernel, l.Kernel] | None:

@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.node import Node, substitute, topological, transformed
 from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
@@ -294,7 +294,7 @@ def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.L
     def visit(node: Any) -> Any:
         return taken.get(node, node)
 
-    reads = tuple(transform(s, visit) for s in kernel.stores)
+    reads = transformed(kernel.stores, visit)
     return (*copies, l.Kernel(kernel.name, kernel.axes, reads, kernel.source))
 
 

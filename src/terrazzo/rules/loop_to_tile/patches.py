@@ -12,7 +12,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, Mod, Var
-from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.node import substitute, topological, transform, transformed
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
@@ -82,7 +82,7 @@ def even_products(kernel: l.Kernel) -> l.Kernel:
         more = Var(l.fresh_name(), even)
         return l.Reduce.make(node.monoid, (more,), tuple(_within(x, axis, more) for x in args))
 
-    return l.Kernel(flat.name, flat.axes, tuple(transform(s, visit) for s in flat.stores), flat.source)
+    return l.Kernel(flat.name, flat.axes, transformed(flat.stores, visit), flat.source)
 
 
 def _within(term: Any, axis: Any, more: Any) -> Any:

@@ -12,7 +12,7 @@ from terrazzo.ir.sites import called
 from terrazzo.rewrite.rule import need, rule
 from terrazzo.rules.tile.draft import Draft, unused
 from terrazzo.rules.tile.reach import masked
-from terrazzo.rules.tile.rings import axis_called, operand_text, staggered
+from terrazzo.rules.tile.rings import axis_called, brought, operand_text, staggered
 from terrazzo.rules.tile.slabs import Slab
 
 
@@ -32,10 +32,13 @@ def vectors(draft: Draft, plan: Plan) -> dict[Node, Product]:
 
 
 def points(draft: Draft, plan: Plan) -> list[Node]:
-    """What is loaded for every score of a step, and comes to shared memory by the schedule."""
+    """What is loaded for every score of a step, and comes to shared memory by the schedule. Where a product reads the
+    same buffer, as with a residual, the schedule speaks of the product's operand.
+    """
     first, last = plan.all(Product)[0], plan.all(Product)[-1]
     hidden = masked(draft, last) if last.a == VALUES else None
     asked = {name for name, held in getattr(draft.site(first.sites[0]), "operands", ()) if held.place == "smem"}
+    asked -= {called(x) for p in plan.all(Product) for x in brought(draft, p) if isinstance(x, l.Load)}
     if hidden is None or not asked:
         return []
     every = topological([hidden.bare], stop=lambda x: isinstance(x, l.Reduce))
