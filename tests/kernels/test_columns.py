@@ -207,6 +207,18 @@ def test_what_registers_do_not_hold_is_cut() -> None:
     assert "x = reg()" in whole and "s = grid(" not in whole
 
 
+def test_two_long_rows_are_read_again_by_blocks_that_leave_room_for_others() -> None:
+    """Gradients of softmax, of rows that registers hold one of."""
+    captured = capture(gradient, tuple(torch.empty(512, 50257, device="meta") for _ in range(2)), {})
+    done = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    ((_, schedule),) = done.at("tile").schedules
+    assert "= reg()" not in str(schedule) and "warp(16)" in str(schedule)
+
+
+def gradient(g: Any, y: Any) -> Any:
+    return y * (g - (g * y).sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_120"])
 def test_cut_reductions_are_right_on_other_machines(arch: str) -> None:
     for fn, shape in ((lambda x: x.sum(0), (16411, 33)), (lambda x: F.group_norm(x, 1), (2, 8, 192, 256))):

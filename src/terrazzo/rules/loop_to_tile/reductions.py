@@ -99,7 +99,10 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             else:
                 sites[-1] = Site((*sites[-1].names, store.buffer.name), sites[-1].axes)
     per_thread = ceil(length, used * vector) * vector
-    keep = _kept(kernel, [b for b, uses in loads.items() if uses > 1][:2], per_thread, warps * WARP)
+    twice = [b for b, uses in loads.items() if uses > 1][:2]
+    keep = _kept(kernel, twice, per_thread, warps * WARP)
+    if warps == WARP and twice and not keep:  # read again, from the cache, by blocks of which a processor has several
+        return reduction(kernel, gpu, WARP // 2, whole)
     sites += _innermost(kernel, top) if warps == 1 else []  # sites agree on the number of warps
     words = ragged > 1 and ragged * min(x.dtype.size for x in loaded(top)) <= WORD
     several = _resident(warps, per_thread) if words else ()
@@ -135,9 +138,10 @@ def _indices(x: l.Load) -> list[Expr]:
 def _crowded(length: int, count: int, gpu: Gpu) -> bool:
     """Whether many rows each fill the registers of a processor, if they are kept there: nothing is on its way while
     their blocks reduce. Where rows begin anywhere they are read again instead, by two blocks of 16 warps: softmax of
-    4096 x 50257 in bfloat16 took 328 us so, 360 with one access on its way, and 398 kept (H200, November 2026).
+    4096 x 50257 in bfloat16 took 328 us so, 360 with one access on its way, and 398 kept (H200, November 2026); of 512
+    rows by blocks of 16 warps 60, and 70 kept (H100).
     """
-    return WARP * WARP * KEPT < length <= WARP * WARP * KEPT * 2 and count >= 4 * gpu.processors
+    return WARP * WARP * KEPT < length <= WARP * WARP * KEPT * 2 and count >= 3 * gpu.processors
 
 
 def _looked_up(store: l.Store, axis: Any) -> bool:
