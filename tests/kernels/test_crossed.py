@@ -66,13 +66,15 @@ def test_lanes_lie_along_what_is_read(fn: Any, shapes: list[tuple[int, ...]], dt
     np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
 
 
-@pytest.mark.parametrize("fn", [images, scaled])
-def test_columns_that_are_no_vectors_are_stored_by_neighbouring_lanes(fn: Any) -> None:
-    """Where rows of what is written have an odd length, lanes of a warp lie along both, too."""
+@pytest.mark.parametrize(("fn", "both"), [(images, False), (scaled, True)])
+def test_columns_that_are_no_vectors_are_stored_by_neighbouring_lanes(fn: Any, both: bool) -> None:
+    """Where rows of what is written have an odd length, lanes lie along them; and along what is read, too, where rows
+    are not so short that those that lie behind each other are written as one.
+    """
     args = (torch.randn(2, 33, 20, 20).bfloat16(),) if fn is images else (torch.randn(301, 20), torch.randn(301))
     found = lowered(fn, args, "sm_90a")
-    assert "lanes lie along what is read and" in " ".join(e.reason for e in found.lowering.log.events)
-    assert sectors(found)[1] <= 3.3  # of rows of 66 bytes eight lanes store 16
+    assert ("lanes lie along what is read and" in " ".join(e.reason for e in found.lowering.log.events)) == both
+    assert sectors(found)[1] <= 2.2
     (ours,) = found.simulated()
     np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
 
@@ -81,20 +83,20 @@ def test_columns_that_are_no_vectors_are_stored_by_neighbouring_lanes(fn: Any) -
 @pytest.mark.parametrize(
     ("shape", "order"),
     [
-        ((4, 24, 30, 36, 40), (0, 3, 1, 4, 2)),
-        ((31, 65, 70), (1, 2, 0)),
+        ((4, 24, 28, 36, 40), (0, 3, 1, 4, 2)),
+        ((31, 65, 70), (2, 1, 0)),
         ((60, 20, 20), (0, 2, 1)),
         ((8, 128, 72), (2, 0, 1)),
     ],
 )
 def test_a_warp_has_a_rectangle(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Of vectors, or of elements that lie side by side: what is written is nearly whole sectors, but of rows of 40."""
+    """Of vectors, or of elements that lie side by side: what is written is nearly whole sectors."""
     torch.manual_seed(1)
     x = torch.randn(shape).to(dtype)
     found = lowered(lambda x: x.permute(order).contiguous(), (x,), "sm_90a")
     ((_, schedule),) = found.lowering.at("tile").schedules
     assert sum(any(f.level == "lane" for f in b) for _, b in schedule.axes if not isinstance(b, Like)) >= 2
-    assert sectors(found)[1] <= (2.8 if shape == (60, 20, 20) else 2.2)
+    assert sectors(found)[1] <= 2.8
     (ours,) = found.simulated()
     np.testing.assert_array_equal(np.asarray(ours, np.float64), x.permute(order).double().numpy())
 
