@@ -44,6 +44,14 @@ def test_a_step_is_as_long_as_its_sum() -> None:
     assert " x 20 on" not in why
 
 
+def test_results_that_are_no_vectors_are_stored_by_neighbouring_lanes() -> None:
+    """Threads of tiles of 64 x 64 have vectors of them, and would store their elements one by one."""
+    (why,) = told(torch.bmm, (2000, 49, 32), (2000, 32, 49), dtype=torch.float32)
+    assert "32 x 64 x 32 on CUDA cores" in why
+    (why,) = told(torch.bmm, (2000, 64, 32), (2000, 32, 64), dtype=torch.float32)
+    assert "64 x 64 x 16 on CUDA cores" in why
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "m", "k", "n"), [(150, 20, 20, 20), (100, 12, 12, 12), (60, 40, 7, 40), (40, 21, 5, 70)]
