@@ -146,6 +146,9 @@ SMALL = {
     "columns": (lambda x: x.mean(0), (4096, 72), {"split"}),
     "odd columns": (lambda x: x.sum(0), (16411, 33), {"split"}),
     "variance of columns": (lambda x: x.var(1), (3, 4000, 40), {"split_moments"}),
+    "variance of columns in uneven pieces": (lambda x: x.var(1), (3, 4001, 40), {"split_moments"}),
+    "variance of rows in uneven pieces": (lambda x: x.var(-1) + x.mean(-1), (5, 99991), {"split_moments"}),
+    "variance of columns in registers": (lambda x: x.var(1), (5, 1003, 1100), set()),
     "group norm": (lambda x: F.group_norm(x, 1), (2, 8, 128, 128), {"reduced_first", "split_moments"}),
     "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), (16, 12, 96, 96), {"split_moments"}),
     "largest of channels": (lambda x: x.amax((0, 2, 3)), (8, 6, 90, 91), {"split"}),
@@ -179,6 +182,41 @@ def test_cut_reductions_are_as_exact_as_whole_ones(name: str) -> None:
     exact, eager = (np.asarray(fn(x), np.float64) for x in (given.double(), given))
     error, own = (np.abs(np.asarray(x, np.float64) - exact).max() for x in (found, eager))
     assert error <= max(2 * own, 1e-6 * np.abs(exact).max())
+
+
+def schedules_of(fn: Any, *shape: int) -> list[str]:
+    captured = capture(fn, (torch.empty(shape, device="meta"),), {})
+    done = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    return [str(schedule) for _, schedule in done.at("tile").schedules]
+
+
+def test_columns_of_a_thousand_are_read_once() -> None:
+    """More warps share longer ones, while registers hold what each has of it."""
+    (held,) = schedules_of(lambda x: x.var(1), 63, 513, 1025)
+    assert "x = reg()" in held and "r0 = reg(33) * warp(16)" in held
+    (more,) = schedules_of(lambda x: x.std(1), 63, 1000, 1025)
+    assert "x = reg()" in more and "r0 = reg(63) * warp(16)" in more
+
+
+def test_what_registers_do_not_hold_is_cut() -> None:
+    """Those of a processor hold no 65,536 numbers of a row, beside what finds them; they do hold 50,257 in a row."""
+    for shape in ((64, 512, 1024), (64, 512, 28, 28)):
+        part, _ = schedules_of(lambda x: x.transpose(0, 1).flatten(1).var(1), *shape)
+        assert "s = grid(" in part and "x = reg()" in part
+    (whole,) = schedules_of(lambda x: x.softmax(-1), 512, 50257)
+    assert "x = reg()" in whole and "s = grid(" not in whole
+
+
+def test_two_long_rows_are_read_again_by_blocks_that_leave_room_for_others() -> None:
+    """Gradients of softmax, of rows that registers hold one of."""
+    captured = capture(gradient, tuple(torch.empty(512, 50257, device="meta") for _ in range(2)), {})
+    done = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    ((_, schedule),) = done.at("tile").schedules
+    assert "= reg()" not in str(schedule) and "warp(16)" in str(schedule)
+
+
+def gradient(g: Any, y: Any) -> Any:
+    return y * (g - (g * y).sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_120"])

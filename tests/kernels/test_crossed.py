@@ -13,6 +13,7 @@ from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp.costs import Count
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.schedule import Like
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.pieces import together
@@ -65,14 +66,48 @@ def test_lanes_lie_along_what_is_read(fn: Any, shapes: list[tuple[int, ...]], dt
     np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
 
 
-@pytest.mark.parametrize("fn", [images, scaled])
-def test_few_columns_are_stored_one_by_one(fn: Any) -> None:
-    """Where rows of what is written have an odd length, a thread cannot store neighbours at once."""
+@pytest.mark.parametrize(("fn", "both"), [(images, False), (scaled, True)])
+def test_columns_that_are_no_vectors_are_stored_by_neighbouring_lanes(fn: Any, both: bool) -> None:
+    """Where rows of what is written have an odd length, lanes lie along them; and along what is read, too, where rows
+    are not so short that those that lie behind each other are written as one.
+    """
     args = (torch.randn(2, 33, 20, 20).bfloat16(),) if fn is images else (torch.randn(301, 20), torch.randn(301))
     found = lowered(fn, args, "sm_90a")
-    assert "lanes lie along what is read" not in " ".join(e.reason for e in found.lowering.log.events)
+    assert ("lanes lie along what is read and" in " ".join(e.reason for e in found.lowering.log.events)) == both
+    assert sectors(found)[1] <= 2.2
     (ours,) = found.simulated()
     np.testing.assert_array_equal(np.asarray(ours, np.float64), fn(*args).double().numpy())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((4, 24, 28, 36, 40), (0, 3, 1, 4, 2)),
+        ((31, 65, 70), (2, 1, 0)),
+        ((60, 20, 20), (0, 2, 1)),
+        ((8, 128, 72), (2, 0, 1)),
+    ],
+)
+def test_a_warp_has_a_rectangle(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of vectors, or of elements that lie side by side: what is written is nearly whole sectors."""
+    torch.manual_seed(1)
+    x = torch.randn(shape).to(dtype)
+    found = lowered(lambda x: x.permute(order).contiguous(), (x,), "sm_90a")
+    ((_, schedule),) = found.lowering.at("tile").schedules
+    assert sum(any(f.level == "lane" for f in b) for _, b in schedule.axes if not isinstance(b, Like)) >= 2
+    assert sectors(found)[1] <= 2.8
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float64), x.permute(order).double().numpy())
+
+
+def test_windows_that_overlap_are_not_crossed() -> None:
+    """Of these, what is read runs along what is written, too."""
+    x = torch.randn(2, 8, 28, 28)
+    found = lowered(lambda x: torch.nn.functional.unfold(x, 3, padding=1), (x,), "sm_90a")
+    assert "lanes lie along what is read" not in " ".join(e.reason for e in found.lowering.log.events)
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours), torch.nn.functional.unfold(x, 3, padding=1).numpy())
 
 
 def test_rows_that_begin_anywhere_are_stored_by_neighbouring_lanes() -> None:

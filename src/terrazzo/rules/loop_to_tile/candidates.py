@@ -268,7 +268,7 @@ def _cut(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick)
         yield from _apart_from(kernel, cuts.uneven(kernel), gpu, pinned, pick)
     elif pieces > 1 and len(first) == len(top):
         yield from in_pieces(kernel, top, pieces, gpu, pinned, cuts.unit(top))
-    elif pieces > 1 and both and (found := split_moments(kernel, pieces)) is not None:
+    elif pieces > 1 and cuts.in_moments(kernel, pieces) and (found := split_moments(kernel, pieces, cuts.unit(top))):
         part, second = found
         for chosen in partial_states(part, pieces, gpu, pinned):
             yield Candidate((chosen, meeting(second, gpu)), (("split_moments", kernel, (part, second)),))

@@ -12,29 +12,34 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Factor, Schedule
+from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop.inline import unproved
 from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, merge_axes
 from terrazzo.rules.loop_to_tile.patches import patches
 from terrazzo.rules.loop_to_tile.threads import (
     BLOCKS,
+    SECTOR,
     WARP,
     ceil,
     grid,
+    lanes_of,
     ordered,
     pointwise,
     ragged_vector,
     size_of,
     step,
-    together,
     vector_at,
     vector_of,
     warps_of,
+    waste,
 )
 
 LEAST = 8
-"""Bytes that a thread stores at once, at least: fewer leave most of a sector to others."""
-ACROSS, WARPS = 4, 8
-"""Warps of a block that store side by side, at most: with 16 bytes a lane these are whole sectors. And all of them."""
+"""Bytes that a thread stores at once, at least, where that is along few points."""
+LINE, WARPS = 128, 8
+"""Bytes that warps of a block store side by side, at most. And all of them."""
+REST = 1.34
+"""How many times as many threads there may be as have something to do."""
 
 
 def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
@@ -109,7 +114,7 @@ def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     them as one vector, and lanes lie along what is stored.
     """
     _, loads, across = _accesses(apart)
-    if across is None or size_of(across) < WARP:
+    if across is None or waste(size_of(across), WARP) > REST:
         return None
     few = next(
         (a for a in apart.axes if a is not across and 1 < size_of(a) <= 8 and _takes_turns(loads, a, across)), None
@@ -134,45 +139,68 @@ def _takes_turns(loads: Sequence[l.Load], few: Any, across: Any) -> bool:
     return bool(both) and turns
 
 
-def _blocks(others: Sequence[Any], warps: int, gpu: Gpu) -> list[tuple[str, tuple[Factor, ...]]]:
-    """Axes of which a block has a point. Where blocks of few warps would be very many, its warps have a point each of
-    the longest: blocks of a warp come and go, and 262,144 of them took 159 us on an H200.
+def _blocks(others: Sequence[Any], warps: int, gpu: Gpu, lanes: int = 1) -> list[tuple[str, tuple[Factor, ...]]]:
+    """Axes of which a block has a point, or each of so many lanes one of the longest. Where blocks of few warps would
+    be very many, its warps have a point each of that, too: blocks of a warp come and go, and 262,144 of them took 159
+    us on an H200.
     """
     spare = WARPS // warps
     beside = max(reversed(others), key=size_of, default=None)
-    if spare < 2 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < spare:
-        beside = None
-    return [(a.name, together(a, spare) if a is beside else grid(size_of(a))) for a in others]
+    if spare < 2 or math.prod(map(size_of, others)) <= BLOCKS * gpu.processors or size_of(beside) < spare * lanes:
+        spare = 1
+    both = (*warps_of(spare), *lanes_of(lanes))
+    return [(a.name, (Factor("grid", ceil(size_of(a), spare * lanes)), *both) if a is beside else grid(size_of(a)))
+            for a in others]  # fmt: skip
 
 
 def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """A kernel that reads along one axis and stores along another: lanes lie along the first, and a thread stores
-    vectors along the second.
+    """A kernel that reads along one axis and stores along another: a warp has a rectangle of both, whose sides are
+    sectors at least, and a thread stores a vector, or some elements one after the other where there are no vectors.
     """
     stores, loads, across = _accesses(apart)
     if across is None or (along := _along(loads, across, apart.axes)) is None:
         return None
-    width = min(vector_of([s], across) for s in stores)
-    if width * min(s.dtype.size for s in stores) < LEAST:
-        return None
+    width, size = min(vector_of([s], across) for s in stores), min(s.dtype.size for s in stores)
     run = _run(loads, along, [a for a in apart.axes if a is not across])
     merged = merge_axes(apart, run)
     axis = next(a for a in merged.axes if a not in apart.axes or a is along)
-    if size_of(axis) < WARP // 2:
+    if size_of(axis) < WARP // 2 or (width * size < LEAST and not _long(stores, across, along)):
         return None
     form = l.Kernel(merged.name, (*(a for a in merged.axes if a is not across), across), merged.stores, merged.source)
-    side = next(w for w in (ACROSS, 2, 1) if w == 1 or size_of(across) % (w * width) == 0)
-    down = next(w for w in (WARPS // side, 2, 1) if w == 1 or size_of(axis) >= w * WARP)
-    lines = _blocks([a for a in form.axes if a not in (axis, across)], side * down, gpu)
-    lines.append((axis.name, (Factor("grid", ceil(size_of(axis), down * WARP)), *warps_of(down), Factor("lane", WARP))))
-    own = Factor("grid", ceil(size_of(across), side * width))
-    lines.append((across.name, (own, *warps_of(side), *vector_at(width))))
+    others = [a for a in form.axes if a not in (axis, across)]
+    vectors = ceil(size_of(across), width)
+    wide = _most(vectors, 1, ceil(SECTOR, width * size))
+    long = _most(size_of(axis), 1, WARP // wide) if others else WARP // wide
+    steps = _most(size_of(axis), long, WIDEST // (width * size))
+    side = _most(vectors, wide, ceil(LINE, wide * width * size))
+    down = _most(size_of(axis), long * steps, WARPS // side)
+    lines = _blocks(others, side * down, gpu, WARP // (wide * long))
+    own = Factor("grid", ceil(size_of(axis), down * steps * long))
+    lines.append((axis.name, (own, *warps_of(down), *vector_at(steps), *lanes_of(long))))
+    own = Factor("grid", ceil(size_of(across), side * wide * width))
+    lines.append((across.name, (own, *warps_of(side), *lanes_of(wide), *vector_at(width))))
     return form, Schedule(form.name, gpu.arch, tuple(lines))
+
+
+def _long(stores: Sequence[l.Load], across: Any, along: Any) -> bool:
+    """Whether rows that are no vectors are worth a rectangle: they are a sector at least, and where they lie behind
+    each other in memory, as one that lanes lie along, so long that a processor's cache has no line of every column.
+    Rows of 65 float32 behind each other took 128 us by lanes along them, and 174 in rectangles (H100).
+    """
+    length = size_of(across)
+    behind = all(step(s, along) == length for s in stores)
+    return length * min(s.dtype.size for s in stores) >= SECTOR and not (behind and length <= LINE)
+
+
+def _most(parts: int, each: int, limit: int) -> int:
+    """Among how many, a power of two up to a limit, that have so many each, parts are divided with next to no rest."""
+    return next(k for k in (32, 16, 8, 4, 2, 1) if k == 1 or (k <= limit and waste(parts, each * k) <= REST))
 
 
 def _along(loads: Sequence[l.Load], across: Any, axes: Sequence[Any]) -> Any:
     """The axis along which most is read, where that is no small part of what is read along the stores' axis."""
-    read = {a: sum(_bytes(x) for x in loads if {a, across} <= x.free and step(x, a) == 1) for a in axes}
+    far = [x for x in loads if across in x.free and step(x, across) != 1]
+    read = {a: sum(_bytes(x) for x in (loads if a is across else far) if a in x.free and step(x, a) == 1) for a in axes}
     best = max((a for a in axes if a is not across), key=lambda a: (read[a], size_of(a)))
     return best if 2 * read[best] >= read[across] and read[best] > 0 else None
 
@@ -196,6 +224,6 @@ def _run(loads: Sequence[l.Load], along: Any, axes: Sequence[Any]) -> list[Any]:
 
 WAYS = {
     _interleaved: "lanes lie along what is written, and a thread loads neighbours that are stored far apart",
-    _crossed: "lanes lie along what is read, and a thread stores neighbours along what is written",
+    _crossed: "lanes lie along what is read and what is written, with a sector of both at least",
 }
 """In the order in which they are tried, with what they do."""

@@ -12,7 +12,7 @@ from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.rules.loop_to_tile.reductions import reduction
 from terrazzo.rules.loop_to_tile.rows import bytes_of, column_of, leaves, loaded, parts
-from terrazzo.rules.loop_to_tile.threads import ceil, size_of, vector_of
+from terrazzo.rules.loop_to_tile.threads import WORD, ceil, size_of, vector_of
 
 BLOCKS = 4
 """Blocks for each processor that a reduction is cut into, at most: so many of 256 threads are on one at a time."""
@@ -124,6 +124,14 @@ def _even(length: int, most: int, unit: int) -> int:
     """As many pieces as there may be, or up to half of that where they are of one size then."""
     found = (s for u in (unit, 1) for s in range(most, most // 2, -1) if length % s == 0 and length // s % u == 0)
     return next(found, -(-length // (-(-length // (most * unit)) * unit)))
+
+
+def in_moments(kernel: l.Kernel, pieces: int) -> bool:
+    """Whether so many pieces of a kernel's moments are as fast as they may be: where they are not equally long, each
+    begins anywhere, and elements of less than a word are loaded one by one then.
+    """
+    _, _, top = parts(kernel)
+    return size_of(top[0].axes[-1]) % pieces == 0 or all(x.dtype.size >= WORD for x in loaded(top))
 
 
 def strangers(kernel: l.Kernel) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Loaded
+from terrazzo.ir.expr import Expr, FloorDiv, Loaded, Mod
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
@@ -19,11 +19,13 @@ from terrazzo.rules.loop_to_tile.threads import (
     DEAR,
     KEPT,
     SECTOR,
+    SPARE,
     WARP,
     WORD,
     ceil,
     divided,
     grid,
+    lanes_of,
     pointwise,
     ragged_vector,
     size_of,
@@ -58,19 +60,21 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     length, count = size_of(longest), math.prod(map(size_of, rows))
     if (length <= 16 or _mostly_beside(kernel, top, length, count, gpu)) and not inner and rows:
         return Schedule(kernel.name, gpu.arch, _thread_each(rows), (), (), _written_out(kernel))
-    if not inner and rows and count >= MANY * gpu.processors and (lanes := _lanes(kernel, top, vector)):
-        return _several_rows(kernel, gpu, rows, lanes, vector)
+    used = 0
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
-        warps, lines = 1, _row_lines(rows, warps_of(4), 4)
+        warps, used = 1, _sharing(rows, length, vector, max((x.dtype.size for x in loaded(top)), default=WORD), gpu)
+        lines = _row_lines(rows, *_beside(rows, WARP // used))
     else:
         read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
         warps = min(most, _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu))
         lines = tuple((a.name, grid(size_of(a))) for a in rows)
+        if warps == 1 and rows and count >= MANY * gpu.processors:  # blocks of a warp would leave half of the room
+            lines = _row_lines(rows, *_beside(rows, 1))
     loads = Counter(x.buffer.name for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load))
-    ahead = AHEAD
+    ahead = AHEAD * max(1, WIDEST // (vector * max((x.dtype.size for x in loaded(top)), default=WIDEST)) // 2)
     if ragged > 1 and warps == WARP and max(loads.values()) > 1 and _crowded(length, count, gpu):
         warps, ahead = 16, 2
-    used = warps * WARP
+    used = used or warps * WARP
     sites: list[Site] = []
     bound: dict[tuple[str, int], str] = {}
     for name, r in n.accumulators(kernel).items():
@@ -95,27 +99,56 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
             else:
                 sites[-1] = Site((*sites[-1].names, store.buffer.name), sites[-1].axes)
     per_thread = ceil(length, used * vector) * vector
-    keep = tuple((b, Operand("reg")) for b, uses in loads.items() if uses > 1) if per_thread <= KEPT * 2 else ()
-    terms = tuple((name, Operand("reg")) for name in _again(kernel, top, inner)) if per_thread <= KEPT else ()
+    twice = [b for b, uses in loads.items() if uses > 1][:2]
+    keep = _kept(kernel, twice, per_thread, warps * WARP)
+    if warps == WARP and twice and not keep:  # read again, from the cache, by blocks of which a processor has several
+        return reduction(kernel, gpu, WARP // 2, whole)
     sites += _innermost(kernel, top) if warps == 1 else []  # sites agree on the number of warps
     words = ragged > 1 and ragged * min(x.dtype.size for x in loaded(top)) <= WORD
     several = _resident(warps, per_thread) if words else ()
-    return Schedule(kernel.name, gpu.arch, lines, (*keep[:2], *terms[:1]), several, tuple(sites))
+    return Schedule(kernel.name, gpu.arch, lines, keep, several, tuple(sites))
+
+
+def _kept(kernel: l.Kernel, twice: Sequence[str], each: int, threads: int) -> tuple[tuple[str, Operand], ...]:
+    """What a thread keeps of its elements of a row, so many `each`: what is read `twice`, and then the summand of a
+    reduction that is dear to compute again, where registers hold it.
+    """
+    _, inner, top = parts(kernel)
+    far = any(isinstance(x, FloorDiv | Mod) for y in loaded(top) for x in topological(_indices(y)))
+    room = min(KEPT * 2, REGISTERS // threads - WORKING - DIVIDING * far)
+    sizes = {b.name: b.type.dtype.size for b in kernel.reads}
+    words = sum(ceil(each * sizes[b], WORD) for b in twice)
+    held = list(twice) if each <= KEPT * 2 and words <= room else []
+    left = room - words if held else room
+    held += [*_again(kernel, top, inner)][:1] if each <= min(KEPT, left) else []
+    return tuple((name, Operand("reg")) for name in held)
+
+
+REGISTERS, WORKING, DIVIDING = 65536, 12, 8
+"""Of a processor; those that a thread needs beside the elements that it keeps, at least; and more where it divides to
+find these. A processor does not hold 65,536 elements: where 1024 threads were to keep 64 each, what was built instead
+took 93 us for the variance of 512 rows of these (H100).
+"""
+
+
+def _indices(x: l.Load) -> list[Expr]:
+    return [e for e in x.index if isinstance(e, Expr)]
 
 
 def _crowded(length: int, count: int, gpu: Gpu) -> bool:
     """Whether many rows each fill the registers of a processor, if they are kept there: nothing is on its way while
     their blocks reduce. Where rows begin anywhere they are read again instead, by two blocks of 16 warps: softmax of
-    4096 x 50257 in bfloat16 took 328 us so, 360 with one access on its way, and 398 kept (H200, November 2026).
+    4096 x 50257 in bfloat16 took 328 us so, 360 with one access on its way, and 398 kept (H200, November 2026); of 512
+    rows by blocks of 16 warps 60, and 70 kept (H100).
     """
-    return WARP * WARP * KEPT < length <= WARP * WARP * KEPT * 2 and count >= 4 * gpu.processors
+    return WARP * WARP * KEPT < length <= WARP * WARP * KEPT * 2 and count >= 3 * gpu.processors
 
 
 def _looked_up(store: l.Store, axis: Any) -> bool:
     """Whether data says where points of an axis read: those that lie side by side may have something in common, so
     lanes have these, and not one thread.
     """
-    indices = [e for x in topological([store.value]) if isinstance(x, l.Load) for e in x.index if isinstance(e, Expr)]
+    indices = [e for x in topological([store.value]) if isinstance(x, l.Load) for e in _indices(x)]
     return any(isinstance(x, Loaded) and axis in x.free for x in topological(indices))
 
 
@@ -145,27 +178,34 @@ MANY = 64
 """Rows for each processor from which on a warp may take several short ones at once."""
 
 
-def _lanes(kernel: l.Kernel, top: Sequence[l.Reduce], vector: int) -> int:
-    """The lanes that share a row in one access each of 16 bytes, where they are fewer than a warp has; else 0."""
-    sizes = {tuple(map(size_of, r.axes)) for r in top}
-    if len(sizes) > 1 or len(top[0].axes) > 1 or {*n.accumulators(kernel).values()} != {*top}:
-        return 0
-    if any(x in top for r in top for x in topological(r.args)):
-        return 0
-    ((length,),) = sizes
-    lanes = length // vector
-    widest = max((x.dtype.size for x in loaded(top)), default=0) * vector == WIDEST
-    return lanes if widest and lanes * vector == length and lanes in (4, 8, 16) else 0
+def _sharing(rows: Sequence[Any], length: int, vector: int, size: int, gpu: Gpu) -> int:
+    """The lanes that share a short row: of many rows a warp takes several at once, so that a lane has 16 bytes on its
+    way, or four elements that are no word. A sum of a million rows of 17 float32 took 160 us with a warp for each, of
+    which 15 lanes had nothing (H100).
+    """
+    if math.prod(map(size_of, rows)) < MANY * gpu.processors:
+        return WARP
+    each, lanes = max(vector * size, WORD), WARP
+    while lanes > FEWEST and _fits(rows, WARP // lanes * 2):
+        if lanes * vector <= length and ceil(length, lanes * vector) * each >= WIDEST:
+            break
+        lanes //= 2
+    return lanes
 
 
-def _several_rows(kernel: l.Kernel, gpu: Gpu, rows: Sequence[Any], lanes: int, vector: int) -> Schedule:
-    """A warp takes as many short rows as its lanes have 16 bytes of: enough is on its way at once."""
-    each = WARP // lanes
-    lines = _row_lines(rows, (*warps_of(8), Factor("lane", each)), 8 * each)
-    names = [(name, r) for name, r in n.accumulators(kernel).items() if isinstance(r, l.Reduce)]
-    share = (Factor("lane", lanes), *vector_at(vector))
-    sites = tuple(Site((name,), ((axis_name(r.axes[-1]), share),)) for name, r in names)
-    return Schedule(kernel.name, gpu.arch, lines, (), (), sites)
+FEWEST = 4
+"""Lanes that share a row: of fewer each would find its neighbour's elements in a sector of its own."""
+
+
+def _fits(rows: Sequence[Any], each: int) -> bool:
+    """Whether the last axis of rows has so many of them side by side without a rest."""
+    return each == 1 or waste(size_of(rows[-1]), each) <= SPARE
+
+
+def _beside(rows: Sequence[Any], each: int) -> tuple[tuple[Factor, ...], int]:
+    """Warps, and lanes of each, that have rows of their own, of the last axis; and how many rows they have."""
+    warps = 4 if each == 1 else next(k for k in (8, 4, 2, 1) if k == 1 or _fits(rows, each * k))
+    return (*warps_of(warps), *lanes_of(each)), warps * each
 
 
 def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], longest: Any) -> int:
@@ -182,7 +222,7 @@ def _row(axis: Any, threads: int, vector: int, ragged: int, length: int, ahead: 
     """An axis of a row divided among threads, in vectors that begin where memory is aligned where rows are ragged."""
     if ragged > 1 and size_of(axis) == length:
         return shared_axis(length, threads, ragged, aligned=True, ahead=ahead)
-    return shared_axis(size_of(axis), threads, vector if size_of(axis) % vector == 0 else 1)
+    return shared_axis(size_of(axis), threads, vector if size_of(axis) % vector == 0 else 1, ahead=ahead)
 
 
 AHEAD = 4
@@ -254,16 +294,16 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
         return None
     narrow = min(x.dtype.size for x in loaded(top) if column in x.free)
     widest = vector_of(leaves(top), column)
-    for share in (1, 2, 4, 8):
-        each = ceil(max(lengths), share)
-        vector = next((v for v in (8, 4, 2, 1) if v <= widest and v * each * len(again) <= 2 * KEPT), 0)
+    for share in (1, 2, 4, 8, 16, 32):
+        each, kept = ceil(max(lengths), share), 2 * KEPT if share < WARP else KEPT
+        vector = next((v for v in (8, 4, 2, 1) if v <= widest and v * each * len(again) <= kept), 0)
         if vector * narrow >= min(WORD, widest * narrow):
             break
     else:
         return None
     while vector > 1 and vector * narrow > WORD and points < 2 * gpu.processors * WARP * vector:
         vector //= 2
-    blocks = [(w, points // (WARP * vector * w)) for w in (8, 4, 2, 1) if w * share <= 8]
+    blocks = [(w, points // (WARP * vector * w)) for w in (8, 4, 2, 1) if w == 1 or w * share <= 8]
     apart, count = next((x for x in blocks if x[1] >= 2 * gpu.processors), blocks[-1])
     if count < gpu.processors:
         return None
@@ -286,10 +326,6 @@ def _read_again(along: Sequence[tuple[Any, Sequence[Any]]], column: Any) -> list
     found = [x for each in read for x in each]
     return [x.buffer.name for x in dict.fromkeys(found)
             if found.count(x) > 1 and all(y is x for y in found if y.buffer is x.buffer)]  # fmt: skip
-
-
-def lanes_of(count: int) -> tuple[Factor, ...]:
-    return (Factor("lane", count),) if count > 1 else ()
 
 
 def _divided(length: int, threads: tuple[Factor, ...], ahead: int) -> tuple[Factor, ...]:
@@ -351,7 +387,7 @@ def shared_axis(
     while vector > 1 and length < threads * vector:  # all lanes have work before any has a vector
         vector //= 2
     each = ceil(length, threads * vector)
-    inner = (*warps_of(threads // WARP), Factor("lane", WARP), *vector_at(vector, aligned))
+    inner = (*warps_of(threads // WARP), Factor("lane", min(threads, WARP)), *vector_at(vector, aligned))
     if each * vector <= KEPT * 2:
         return (Factor("reg", each), *inner)
     return (Factor("time", ceil(each, ahead)), Factor("reg", ahead), *inner)

@@ -173,10 +173,10 @@ def _is_mean(term: Any, total: l.Reduce) -> bool:
     return False
 
 
-def split_moments(kernel: l.Kernel, pieces: int) -> tuple[l.Kernel, l.Kernel] | None:
-    """`kernel` as two, its sum and its sum of squared distances from the mean in so many pieces of one size: these are
-    the squares of every piece around its own mean, and those of the pieces' means around that of all (Chan, Golub and
-    LeVeque 1979). None where a kernel is otherwise.
+def split_moments(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kernel, l.Kernel] | None:
+    """`kernel` as two, its sum and its sum of squared distances from the mean in so many pieces, multiples of `unit`,
+    of which the last may be short: these are the squares of every piece around its own mean, and those of the pieces'
+    means around that of all (Chan, Golub and LeVeque 1979). None where a kernel is otherwise.
 
     @loop
     def f(x: f32[3, 4]):
@@ -228,24 +228,28 @@ def split_moments(kernel: l.Kernel, pieces: int) -> tuple[l.Kernel, l.Kernel] | 
                 z[a0] = acc1
         return (z,)
     """
-    found = moments(kernel)
-    if found is None or found[0].axes[0].extent % pieces:
+    if (found := moments(kernel)) is None:
         return None
     total, squares = found
-    step = total.axes[0].extent // pieces
-    part, dtype = Var("s", pieces), total.dtype
-    size = l.Literal(float(step), dtype)
     (axis,), (summed,) = l.open_binder(total)
+    if not isinstance(length := axis.extent, int):
+        return None
+    step = -(-length // (pieces * unit)) * unit
+    if (last := length - (pieces - 1) * step) <= 0:
+        return None
+    part, dtype = Var("s", pieces), total.dtype
 
-    def summand() -> tuple[Var, Any]:
-        short = Var(l.fresh_name(), step)
-        return short, substitute(summed, {axis: part * step + short})
+    def size(piece: Var) -> Any:
+        """How many elements a piece has."""
+        return select((pieces - 2 - piece,) if last < step else (), l.Literal(float(step), dtype), float(last))
 
-    short, value = summand()
-    own = l.Reduce.make(total.monoid, (short,), (value,))
-    short, value = summand()
-    far = l.apply("sub", value, l.apply("div", own, size))
-    around = l.Reduce.make(squares.monoid, (short,), (l.apply("mul", far, far),))
+    short = Var(l.fresh_name(), step)
+    own = l.Reduce.make(total.monoid, (short,), _moved(total, (summed,), axis, part * step + short))
+    short = Var(l.fresh_name(), step)
+    (value,) = _moved(total, (summed,), axis, part * step + short)
+    far = l.apply("sub", value, l.apply("div", own, size(part)))
+    inside = (length - 1 - part * step - short,) if last < step else ()
+    around = l.Reduce.make(squares.monoid, (short,), (select(inside, l.apply("mul", far, far)),))
     axes = tuple(a for a in kernel.axes if a in total.free)
     names = f"{kernel.name}_part", f"{kernel.name}_part1"
     sums, spreads = (l.Buffer(x, Type(dtype, (pieces, *(a.extent for a in axes)))) for x in names)
@@ -255,8 +259,8 @@ def split_moments(kernel: l.Kernel, pieces: int) -> tuple[l.Kernel, l.Kernel] | 
     whole = l.Reduce.make(total.monoid, (s,), (l.Load(sums, (s, *axes)),))
     mean = substitute(_around(squares), {total: whole})
     s = Var(l.fresh_name(), pieces)
-    apart = l.apply("sub", l.apply("div", l.Load(sums, (s, *axes)), size), mean)
-    more = l.apply("mul", size, l.apply("mul", apart, apart))
+    apart = l.apply("sub", l.apply("div", l.Load(sums, (s, *axes)), size(s)), mean)
+    more = l.apply("mul", size(s), l.apply("mul", apart, apart))
     spread = l.Reduce.make(squares.monoid, (s,), (l.apply("add", l.Load(spreads, (s, *axes)), more),))
     memo: dict[Node, Node] = {total: whole, squares: spread}
     ends = tuple(transform(x, lambda y: y, dict(memo)) for x in kernel.stores)

@@ -175,6 +175,10 @@ def warps_of(count: int) -> tuple[Factor, ...]:
     return (Factor("warp", count),) if count > 1 else ()
 
 
+def lanes_of(count: int) -> tuple[Factor, ...]:
+    return (Factor("lane", count),) if count > 1 else ()
+
+
 def vector_at(count: int, aligned: bool = False) -> tuple[Factor, ...]:
     return (Factor("reg", count, (("aligned", True),) if aligned else ()),) if count > 1 else ()
 

@@ -30,7 +30,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
 
 @lru_cache(maxsize=256)
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
-    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu)])
+    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu), *products.plans(p, gpu, True)])
 
 
 def on_cores(p: Product, gpu: Gpu) -> tuple[Plan, ...]:

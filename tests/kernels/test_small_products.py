@@ -1,0 +1,65 @@
+"""Many products of small matrices, and of long ones with short rows: tiles as long as their sums, on CUDA cores where
+those of tensor cores would multiply zeros mostly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+
+from terrazzo.front.capture import capture
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+
+
+def told(fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """Why the kernels of a product are as they are."""
+    given = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    done = lowering(capture(fn, given, {}).program, Options(target="sm_90a", libraries="never"))
+    return [e.reason for e in done.log.events if e.pass_name == "schedule" and e.rule == "tile"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "tile"),
+    [
+        (50000, 12, "16 x 32 x 12 on CUDA cores"),  # measured: 33 us, and 119 on tensor cores
+        (20000, 20, "32 x 32 x 20 on CUDA cores"),  # 34 us, and 79
+        (20000, 32, "wgmma"),  # 75 us on CUDA cores, and 54
+    ],
+)
+def test_small_matrices_of_16_bits_are_priced_on_both(batch: int, size: int, tile: str) -> None:
+    (why,) = told(torch.bmm, (batch, size, size), (batch, size, size))
+    assert tile in why
+
+
+def test_a_step_is_as_long_as_its_sum() -> None:
+    (why,) = told(F.linear, (200000, 20), (20, 20), dtype=torch.float32)
+    assert "32 x 32 x 20 on CUDA cores" in why
+    (why,) = told(F.linear, (200000, 33), (20, 33), dtype=torch.float32)
+    assert " x 20 on" not in why
+
+
+def test_results_that_are_no_vectors_are_stored_by_neighbouring_lanes() -> None:
+    """Threads of tiles of 64 x 64 have vectors of them, and would store their elements one by one."""
+    (why,) = told(torch.bmm, (2000, 49, 32), (2000, 32, 49), dtype=torch.float32)
+    assert "32 x 64 x 32 on CUDA cores" in why
+    (why,) = told(torch.bmm, (2000, 64, 32), (2000, 32, 64), dtype=torch.float32)
+    assert "64 x 64 x 16 on CUDA cores" in why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "m", "k", "n"), [(150, 20, 20, 20), (100, 12, 12, 12), (60, 40, 7, 40), (40, 21, 5, 70)]
+)
+def test_short_sums_are_right(batch: int, m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(batch, m, k).to(dtype), torch.randn(batch, k, n).to(dtype)
+    found = lowered(lambda x, y: torch.bmm(x, y), (x, y), "sm_90a")
+    (ours,) = found.simulated()
+    close = 1e-5 if dtype is torch.float32 else 2.0**-6
+    np.testing.assert_allclose(np.asarray(ours, np.float64), (x.double() @ y.double()).numpy(), rtol=close, atol=close)
