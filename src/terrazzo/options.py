@@ -49,8 +49,9 @@ class Options:
                  "never" runs our kernels for every op that has them.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
     fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
-                 six products of bfloat16, as exactly as float32; "tf32" by three, more exactly than tf32; "bf16" by
-                 one. "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
+                 six products of bfloat16, or three of float16 where CUDA cores sum what these do not know closely
+                 enough, as exactly as float32; "tf32" by three of bfloat16, more exactly than tf32; "bf16" by one.
+                 "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
     freezing     parameters and buffers are constants where no gradients are asked for: what depends on them alone, such
                  as the parts of weights in float32, is computed once and kept, as long as they are. It is computed

@@ -259,7 +259,7 @@ PASSES = (
          lambda p, log, o, tried: p if target(o.target).gpu or not o.fuse else one_kernel(p, log, chained.refusal)),
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
-    Pass("parts", "loop", "loop", "products in float32 become products of bfloat16, where that is faster",
+    Pass("parts", "loop", "loop", "products in float32 become products of 16-bit parts, where that is faster",
          lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),

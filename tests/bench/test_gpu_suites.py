@@ -48,7 +48,7 @@ def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("way", "least"),
-    [("exact", 1000 / 67), ("split", 6 * 1000 / 989), ("auto", 6 * 1000 / 989), ("bf16", 1000 / 989)],
+    [("exact", 1000 / 67), ("split", 3 * 1000 / 989), ("auto", 3 * 1000 / 989), ("bf16", 1000 / 989)],
 )
 def test_the_roof_is_that_of_the_way_to_multiply(way: str, least: float) -> None:
     case = gpu_suites.Case("a", "f32", lambda: pytest.fail("is not made"), 0, 1e12)
@@ -180,14 +180,16 @@ def test_a_part_is_one_of_so_many() -> None:
 
 
 def test_frozen_weights_are_those_of_the_case() -> None:
-    """The inputs that a case names are inputs, and their parts are made once."""
+    """The inputs that a case names are inputs, and their parts are made once. What reads them in every call sums their
+    products where those of parts will not do.
+    """
     case = fp32.once()[0]
     fn, _, _ = case.make()
     x = torch.empty(1024, 1024, device="meta")
     options = Options(target="sm_90a", libraries="never", fp32="split", frozen=case.frozen)
     first, rest = split(lowering(capture(fn, (x, x.clone()), {}).program, options).at("kernel"), case.frozen)
     assert [b.name for b in first.inputs] == list(case.frozen) == ["w"]
-    assert not any(b.name == "w" for s in rest.steps for b in s.reads)
+    assert [s.name for s in rest.steps if any(b.name == "w" for b in s.reads)] == [rest.steps[-1].name]
 
 
 def test_hard_numbers_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

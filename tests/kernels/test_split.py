@@ -16,6 +16,8 @@ from tests.hw.sass import sass
 from tests.kernels.arrangements import F as CORES
 from tests.kernels.arrangements import M, Product
 from tests.kernels.test_arrangements import derived, right
+from tests.rules.test_parts import split
+from tests.rules.test_parts import text as whole
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.front.capture import capture
@@ -354,11 +356,16 @@ def test_kernels_with_infinities_nan_and_zeros(count: int) -> None:
     assert odd.any() and np.allclose(y[~odd], exact[~odd], rtol=1e-3, atol=1e-3)
 
 
+def in_six(m: int, n: int, k: int) -> dict[str, Any]:
+    """A product of float32 as six of bfloat16, where three of float16 would be faster: the last stage of each IR."""
+    options = Options(target="sm_90a", libraries="never")
+    below = stages(split(whole(m, n, k)), options, Log(), ("schedule", "plan", "derive"))
+    return {p.dst: found for p, found, _ in below}
+
+
 def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
     """Four numbers at a time come, and four parts of each rank leave; nothing is computed by a call or a branch."""
-    program = capture(F.linear, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
-    kernels = lowering(program, Options(target="sm_90a", fp32="split", libraries="never")).at("kernel")
-    maker = kernels.steps[0]
+    maker = in_six(1024, 1024, 1024)["kernel"].steps[0]
     lines = sass(maker, "sm_90a", tmp_path)
     assert sum("LDG.E.128" in line for line in lines) == 1 and sum("STG.E.64" in line for line in lines) == 3
     assert not any("CALL" in line or "LDL" in line for line in lines)
@@ -366,9 +373,7 @@ def test_making_parts_is_a_wide_copy(tmp_path: Path) -> None:
 
 def test_the_model_takes_the_kernel_that_was_measured() -> None:
     """4096 x 4096 x 4096: 128 x 128 on two warpgroups, a ring of two, six products a step, clusters of two."""
-    program = capture(F.linear, (torch.zeros(4096, 4096), torch.zeros(4096, 4096)), {}).program
-    chosen = lowering(program, Options(target="sm_90a", fp32="split", libraries="never", frozen=("weight",))).at("tile")
-    plan = str(chosen.plans[-1][1])
+    plan = str(in_six(4096, 4096, 4096)["tile"].plans[-1][1])
     measured = parse(paired(text(4096, 4096, 4096), 32))
     wanted = str(lowering(measured, Options(target="sm_90a")).at("tile").plans[0][1])
     for line in ("order(", "load =", "math =", "ring0 =", "product("):

@@ -398,7 +398,7 @@ def test_parts_of_weights_are_stored_once() -> None:
         first, rest = split(done, names)
         assert bool(first) == stored
         assert stored == any(b.name == "w_1" for s in rest.steps for b in s.reads)
-    assert [b.name for b in first.results] == ["w_1", "w_2", "w_3"]
+    assert [b.name for b in first.results] == ["w_root", "w_least", "w_1", "w_2"]
 
 
 @pytest.mark.gpu
@@ -419,7 +419,7 @@ def test_on_a_gpu(cache: Path, graph: bool) -> None:
 
     captured = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        assert right(run(x)) and run.compiled.once.bytes >= 6 * layer.weight.numel()
+        assert right(run(x)) and run.compiled.once.bytes >= 4 * layer.weight.numel()
         with torch.cuda.graph(captured):
             out = run(x)
         captured.replay()

@@ -306,7 +306,7 @@ def _roofline(case: Case, us: Mapping[str, float], options: Options) -> str:
     from terrazzo.run.cuda import architecture
 
     memory, fma, tensor = gpu(architecture() if options.target == "auto" else options.target).roof
-    products = {"auto": 6, "split": 6, "tf32": 3, "bf16": 1}.get(options.fp32)
+    products = {"auto": 3, "split": 3, "tf32": 3, "bf16": 1}.get(options.fp32)
     full = tensor if case.dtype != "f32" else max(fma, tensor / products) if products else fma
     least = max(case.bytes / memory, case.operations / full) / 1e3
     beaten = [name for name, t in us.items() if t < 0.95 * least]

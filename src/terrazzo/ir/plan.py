@@ -273,6 +273,15 @@ class Frame(Line, dialect="plan", op="frame"):
     above: int = 0
 
 
+class Rescue(Line, dialect="plan", op="rescue"):
+    """Where a warp has sums `of` a site that will not do, as the term says, it sums others in their place on CUDA
+    cores, from memory: those of `site`, one after the other, or, where they are many, all that it has of the tile.
+    """
+
+    site: str
+    of: str
+
+
 class Reach(Line, dialect="plan", op="reach"):
     """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
     tile of `rows` it is (its number is `first`): a mask leaves nothing of the others. Of these no more than hold the

@@ -15,12 +15,13 @@ from terrazzo.ir.contraction import Contraction, contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded, bounds
 from terrazzo.ir.node import Node, per_node, topological
+from terrazzo.ir.rescues import rescues
 
 
 @dataclass(frozen=True)
 class Sites:
     """What a kernel computes, and where: its reductions and scans in the order and by the names that its nest has them,
-    and which of them are sums of products.
+    and which of them are sums of products. Those that are rarely wanted (`ir/rescues.py`) are not among them.
     """
 
     kernel: l.Kernel
@@ -83,7 +84,8 @@ class Sites:
 @lru_cache(maxsize=1024)
 def sites(kernel: l.Kernel) -> Sites:
     """Of a kernel."""
-    carried = nest.accumulators(kernel)
+    rare = rescues(kernel)
+    carried = {name: r for name, r in nest.accumulators(kernel).items() if r not in rare}
     found = {name: contraction(r) if isinstance(r, l.Reduce) else None for name, r in carried.items()}
     return Sites(kernel, carried, {name: c for name, c in found.items() if c})
 
@@ -114,6 +116,11 @@ class Product:
     @property
     def axes(self) -> tuple[Any, ...]:
         return self.sites[0].reduce.axes
+
+    @property
+    def rescued(self) -> bool:
+        """Whether other sums stand in the place of its own where these will not do."""
+        return bool(rescues(self.kernel))
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:

@@ -37,8 +37,15 @@ SMALLEST = 2.0**-133
 """The smallest bfloat16 above 0."""
 LARGE = 2.0**60
 """Numbers from here on are cut. Of smaller ones, no sum of a step's products overflows."""
+FAR = 2.0**-11
+"""How products with second parts of float16 are scaled; with those of bfloat16 2^-6."""
 EXACT = (bf16, i8, u8, bool_)
 """What a bfloat16 holds as it is: three products less for a factor of such a type beside one of float32, or two."""
+
+
+def every_digit(scales: Sequence[float]) -> bool:
+    """Whether someone wants all digits of float32 of products that are scaled so: of three scales, or so far apart."""
+    return len(set(scales)) > 2 or min(scales) <= FAR
 
 
 def pairs(count: int) -> list[tuple[int, int]]:

@@ -17,11 +17,13 @@ from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import Type, bf16, f32, ordered_strides
+from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop import scaled_parts as two_parts
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.number_parts import EXACT, SCALE, few_parts, pairs, parts, small_parts, total
 from terrazzo.rules.loop.peaks import peaked
+from terrazzo.rules.loop.scaled_parts import Halves
 from terrazzo.rules.loop_to_tile.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.threads import step
 
@@ -30,6 +32,8 @@ RULE = "into_parts"
 ALIGNED = 8
 """Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 
+EVERY_DIGIT = 3
+"""Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
 LITTLE = 2 << 20
 """Bytes that a kernel writes up to which it takes hardly longer than its launch."""
 
@@ -173,6 +177,8 @@ class _Parts:
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: frozenset[Node] = frozenset()
         self.inside: frozenset[Node] = frozenset()
+        self.halved: dict[tuple[l.Buffer, int], Halves] = {}
+        self.scaled = False
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -203,37 +209,44 @@ class _Parts:
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
         """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
-        before, made, names = list(self.steps), dict(self.made), set(self.names)
-        best: tuple[tuple[float, float], frozenset[Node]] | None = None
+        before, made, halved, names = list(self.steps), dict(self.made), dict(self.halved), set(self.names)
+        best: tuple[tuple[float, float], tuple[bool, frozenset[Node]]] | None = None
         first = ""
-        for self.inside in (frozenset(), *_sides(kernel)):
+        none = frozenset[Node]()
+        ways = [(False, none), *((False, side) for side in _sides(kernel))]
+        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+            ways.append((True, none))
+        for self.scaled, self.inside in ways:
             old, new = self.put(kernel, products)
             gained, why = self.gain(old, new)
             stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
-                best = (-stored, gained), self.inside
-            self.steps, self.made, self.names = list(before), dict(made), set(names)
+                best = (-stored, gained), (self.scaled, self.inside)
+            self.steps, self.made, self.halved, self.names = list(before), dict(made), dict(halved), set(names)
         if best is None:
+            self.scaled = False
             return first
-        _, self.inside = best
+        _, (self.scaled, self.inside) = best
         old, new = self.put(kernel, products)
         terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
-        what = f"a product of float32 is {terms} of bfloat16"
+        what = f"a product of float32 is {terms} of {'float16' if self.scaled else 'bfloat16'}"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
         self.log.applied(PASS, RULE, kernel.name, old, new)
+        self.scaled = False
         return ""
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
         """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
         before = list(self.steps)
         for c in products:
-            for x in c.operands:
+            for x in () if self.scaled else c.operands:
                 if x not in self.inside and not _made(x):
                     self.make(x, c, kernel)
-        self.steps[self.steps.index(kernel)] = self.multiplied(kernel, products)
+        product = self.halves(kernel, *products) if self.scaled else self.multiplied(kernel, products)
+        self.steps[self.steps.index(kernel)] = product
         self.forget()
         old, new = set(before), set(self.steps)
         return [s for s in before if s not in new], [s for s in self.steps if s not in old]
@@ -362,6 +375,20 @@ class _Parts:
                 kept = tuple(x for x in s.stores if x.buffer not in gone)
                 self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
 
+    def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
+        """A kernel whose product is three of float16, after those that store the two parts of its factors."""
+        found = []
+        for x in map(operand, c.factors):
+            depth = two_parts.depth_of(x, c)
+            assert isinstance(x, l.Load) and depth is not None
+            if (key := (x.buffer, depth)) not in self.halved:
+                laid_out = _laid_out(x.buffer.type, f16)
+                self.halved[key] = new = two_parts.halves(x.buffer, depth, laid_out, self.fresh)
+                maker = two_parts.maker(x.buffer, depth, new, self.fresh(f"{x.buffer.name}_parts"), kernel.source)
+                self.steps.insert(self.steps.index(kernel), maker)
+            found.append(self.halved[key])
+        return two_parts.multiplied(kernel, c, (found[0], found[1]))
+
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
         found = unused(name, self.names)
@@ -456,11 +483,11 @@ def _rearranged(x: Node) -> bool:
     return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
 
 
-def _laid_out(kind: Type) -> Type:
+def _laid_out(kind: Type, dtype: DType = bf16) -> Type:
     """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
     order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
-    found = Type(bf16, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED))
-    return Type(bf16, kind.shape) if found.element_strides == Type(bf16, kind.shape).element_strides else found
+    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
+    return plain if found.element_strides == plain.element_strides else found
 
 
 def _stride(kind: Type, d: int) -> float:

@@ -12,6 +12,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological
+from terrazzo.ir.rescues import rescues
 from terrazzo.ir.sites import Product
 from terrazzo.rules.loop_to_tile.threads import size_of
 
@@ -36,7 +37,7 @@ class Results:
 @lru_cache(maxsize=1024)
 def results(p: Product) -> Results:
     """What follows the sums of a product."""
-    sums = {c.reduce for c in p.sites}
+    sums = {c.reduce for c in p.sites} | {*rescues(p.kernel)}
     each = [topological([s.value], stop=lambda x: x in sums) for s in p.kernel.stores]
     terms = {x: None for found in each for x in found}
     inner = [x for found in each for x in found if {p.m, p.n} <= x.free and x not in sums]

@@ -43,7 +43,8 @@ COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 24
 ACCUMULATORS, PROMOTED = 128, 160
 """Registers of a thread for sums, at most; and where some of these are those of a step, which are added to the others.
 With 144 columns the 18944 of a layer are 132 tiles, one for each processor; NVRTC 13.5 spills nothing. What makes its
-factors in registers needs more beside its sums.
+factors in registers needs more beside its sums; and what is rescued, sums of a few steps by themselves, since what
+tensor cores cut off is made up for where these become part of the others.
 """
 
 
@@ -130,7 +131,7 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
     """Tiles whose accumulators have room and whose slabs wgmma reads, and of which no axis fills less than half."""
     count = len(p.sites) * (2 if promotes(p) else 1)
     made = converted(p)
-    most = PROMOTED if promotes(p) and not made else ACCUMULATORS
+    most = PROMOTED if promotes(p) and not made and not p.rescued else ACCUMULATORS
     reads = p.n in p.kernel.axes and results(p).moved > results(p).stored * results(p).points  # none, where reduced
     in_turns = IN_TURNS - BESIDE * reads
     for rows, columns in ((p.m, p.n), (p.n, p.m)):
@@ -202,7 +203,7 @@ def cuts(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[int]:
     """
     yield 1
     facts, made = facts_of(p), bool(converted(p))
-    if tile.abreast > 1 or tile.turns or facts.several:
+    if tile.abreast > 1 or tile.turns or facts.several or p.rescued:
         return
     outer, inner = steps(p, tile)
     most = (MADE_WAVES if made else 2) * gpu.processors // (tiles * tile.blocks)

@@ -18,6 +18,7 @@ from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
+from terrazzo.rules.loop.number_parts import every_digit
 from terrazzo.rules.loop_to_tile.leaving import RESULTS, leaves, result_rate, result_sites
 from terrazzo.rules.loop_to_tile.making import (
     BEFORE,
@@ -214,11 +215,11 @@ def _no_boxes(x: Any, p: Product) -> str:
 
 
 def _promotions(p: Product, tile: Tile) -> int:
-    """How often in a step: products that are scaled alike are added up together; of three scales, the large ones of a
-    long step in two halves.
+    """How often in a step: products that are scaled alike are added up together; where someone wants all digits, the
+    large ones of a long step in two halves.
     """
-    scales = len(set(p.sites[0].scales))
-    return scales + (scales > 2 and tile.k == STEP)
+    scales = p.sites[0].scales
+    return len(set(scales)) + (every_digit(scales) and tile.k == STEP)
 
 
 def _clusters(p: Product, tile: Tile) -> int:

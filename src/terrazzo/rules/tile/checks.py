@@ -25,6 +25,7 @@ from terrazzo.ir.plan import (
     Plan,
     Product,
     Reach,
+    Rescue,
     Result,
     Ring,
     Stage,
@@ -43,6 +44,7 @@ from terrazzo.rules.tile.overlap import check as overlap
 from terrazzo.rules.tile.overlap import freed_late, lags, may_fall_behind, may_take_turns
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
+from terrazzo.rules.tile.rescue import rescue_sums
 from terrazzo.rules.tile.results import aligned, combination, height, is_turned, jammed, no_boxes, runs_along
 from terrazzo.rules.tile.rings import (
     brought,
@@ -398,7 +400,7 @@ def _limit(line: Limit, plan: Plan, draft: Draft) -> None:
         _same("blocks are", line.resident, asked[0])
 
 
-DERIVED: dict[type[Line], Rule] = {Frame: move_frames, Reach: skip_steps}
+DERIVED: dict[type[Line], Rule] = {Frame: move_frames, Reach: skip_steps, Rescue: rescue_sums}
 """The rules whose lines the schedule has no say in."""
 
 CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
@@ -412,6 +414,7 @@ CHECKS: tuple[tuple[type[Line], Callable[..., None]], ...] = (
     (Frame, _follows),
     (Product, _early),
     (Reach, _follows),
+    (Rescue, _follows),
     (Combine, _combine),
     (Keep, _keep),
     (Jam, _jam),

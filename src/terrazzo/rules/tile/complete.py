@@ -23,6 +23,7 @@ from terrazzo.rules.tile import (
     overlap,
     products,
     reach,
+    rescue,
     results,
     rings,
     slabs,
@@ -41,6 +42,7 @@ RULES = (
     *products.RULES,
     *frames.RULES,
     *reach.RULES,
+    *rescue.RULES,
     *rings.RULES,
     *slabs.RULES,
     *stages.RULES,
@@ -50,7 +52,7 @@ RULES = (
     *layouts.RULES,
 )
 
-FOLLOWS = (frames.move_frames.name, stages.stage_factors.name, layouts.convert_layouts.name)
+FOLLOWS = (frames.move_frames.name, rescue.rescue_sums.name, stages.stage_factors.name, layouts.convert_layouts.name)
 """The rules whose lines follow from the term and from others, and cannot be left out."""
 
 

@@ -18,6 +18,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import topological
+from terrazzo.ir.rescues import Rescue, rescues
 from terrazzo.ir.schedule import Factor, Like, Named, Operand, Schedule, Site, Value
 from terrazzo.ir.sites import called, sites
 
@@ -66,6 +67,12 @@ class Draft:
             if self.tiled and isinstance(r, l.Reduce) and self.site(name) and (c := nested_contraction(r)):
                 found[name] = c
         return found
+
+    @cached_property
+    def rescued(self) -> dict[str, Rescue]:
+        """The sums that stand in the place of a product's where these will not do, by name."""
+        known, sums = rescues(self.kernel), {c.reduce for c in self.products.values()}
+        return {name: known[r] for name, r in self.names.items() if r in known and known[r].of in sums}  # type: ignore[index]
 
     @cached_property
     def sites(self) -> dict[str, Site]:

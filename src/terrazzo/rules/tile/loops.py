@@ -10,7 +10,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.address import mentions
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import IntExpr, Var, at_least
-from terrazzo.ir.plan import Agent, Align, Frame, Jam, Plan, Result
+from terrazzo.ir.plan import Agent, Align, Frame, Jam, Plan, Rescue, Result
 from terrazzo.rewrite.rule import need
 from terrazzo.rules.access import together
 from terrazzo.rules.tile import bodies
@@ -58,6 +58,7 @@ class _Walk:
         self.bindings = Bindings(draft.schedule, plan, plan.all(Agent)[-1])
         self.names = {site: name for name, site in draft.names.items()}
         framed = {x for f in plan.all(Frame) for x in (f.top, f.total)}
+        framed |= {x.site for x in plan.all(Rescue)}
         self.done = {r for name, r in draft.names.items() if name in draft.products or name in framed}
         self.gathered = {r.store for r in plan.all(Result) if r.slab}
         self.aligned = {w.name for x in plan.all(Align) for w in x.vectors}

@@ -155,6 +155,8 @@ def meet(plan: Plan, draft: Draft) -> Plan | None:
 
 def combination(draft: Draft, name: str) -> Combine | None:
     """Where the partial states of a reduction are; None where every one is whole."""
+    if name in draft.rescued:
+        return None
     lanes, warps, groups, blocks = _shares(draft, name)
     parts = column_parts(draft, name, blocks) if name in draft.products else 1
     return Combine(name, lanes, warps * groups, blocks, parts) if max(lanes, warps, groups, blocks) > 1 else None

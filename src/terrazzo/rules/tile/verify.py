@@ -33,6 +33,7 @@ from terrazzo.ir.plan import (
     Plan,
     Product,
     Reach,
+    Rescue,
     Result,
     Ring,
     Stage,
@@ -122,6 +123,8 @@ def _subjects(line: Line) -> list[tuple[str, str]]:
             return [("the frame of", line.product)]
         case Reach():
             return [("the steps along", line.axis)]
+        case Rescue():
+            return [("the rescue of", line.of)]
         case Combine():
             return [("the combination of", line.site)]
         case Keep():
@@ -283,6 +286,7 @@ MISSING: dict[type[Line], Callable[[Plan, Draft], Iterator[str]]] = {
     Stage: _unstaged,
     Frame: _underived(Frame),
     Reach: _underived(Reach),
+    Rescue: _underived(Rescue),
     Combine: _uncombined,
     Keep: _unkept,
     Jam: _unjammed,

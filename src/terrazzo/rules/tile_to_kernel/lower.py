@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -20,7 +20,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.places import TextLine
-from terrazzo.ir.plan import Agent, Combine, Frame, Jam, Limit, Order, Plan, Product, Reach, Result, Ring
+from terrazzo.ir.plan import Agent, Combine, Frame, Jam, Limit, Order, Plan, Product, Reach, Rescue, Result, Ring
+from terrazzo.ir.rescues import settled
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Declined, Event, Log
 from terrazzo.rules.tile.agents import LOAD
@@ -38,6 +39,7 @@ from terrazzo.rules.tile_to_kernel.jam import Jam as Jammed
 from terrazzo.rules.tile_to_kernel.memory import Memory, room, share
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pipeline import Pipeline
+from terrazzo.rules.tile_to_kernel.rescue import Rescued
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.sums import ShortSums
 from terrazzo.rules.tile_to_kernel.walk import Walker
@@ -222,7 +224,9 @@ class _Team:
         whole = partial(take, self.builder, self.bindings, columns=p.n, site=self.draft.site(p.sites[0]), parts=parts)
 
         def store() -> None:
-            self.results({r: whole(x) for r, x in self.given.items()})
+            fragments = {r: whole(x) for r, x in self.given.items()}
+            self.rescue(fragments, {})
+            self.results(fragments)
             self.leave()
 
         self.builder.where([parts - 1 - self.bindings.rank], store)
@@ -267,16 +271,19 @@ class _Team:
 
     def pipeline(self) -> tuple[Pipeline | None, Scope]:
         """The steps of a tile, and what is known around it."""
-        scope = Scope()
         if not self.draft.tiled:
-            return None, scope
-        for a in self.draft.kernel.axes:
-            if a in self.draft.tiled:
-                continue
-            digits = self.bindings.digits(a.name, None, extent(a))
-            scope.env[a] = sum((d.value * d.stride for d in digits), start=0)
+            return None, Scope()
+        scope = self.around()
         kind = Everyone if len(self.plan.all(Agent)) == 1 else Pipeline
         return kind(self.draft, self.plan, self.builder, self.bindings, scope, self.memory), scope
+
+    def around(self) -> Scope:
+        """Where a tile is along the axes that it has no part of."""
+        scope = Scope()
+        for a in (a for a in self.draft.kernel.axes if a not in self.draft.tiled):
+            digits = self.bindings.digits(a.name, None, extent(a))
+            scope.env[a] = sum((d.value * d.stride for d in digits), start=0)
+        return scope
 
     def load(self) -> None:
         """A tile, for who only loads."""
@@ -297,6 +304,7 @@ class _Team:
             free = room(self.draft, self.plan, self.memory) if len(fragments) == 1 else 0
             self.given = {r: give(self.builder, self.bindings, x, free) for r, x in fragments.items()}
         else:
+            self.rescue(fragments, steps.promotion.held if steps is not None else {})
             self.results(fragments, begun)
 
     def fetches_early(self) -> bool:
@@ -307,6 +315,12 @@ class _Team:
         alone = len(products) == 1 and products[0].a == "shared" and not products[0].promote
         return alone and self.bindings.agent.registers is not None
 
+    def rescue(self, fragments: dict[l.Reduce, Fragment], spare: Mapping[k.Registers, k.Registers]) -> None:
+        """Have sums become what they are to be, those among them that will not do; with registers that are `spare`."""
+        for x in (self.draft.rescued[line.site] for line in self.plan.all(Rescue)):
+            sums = fragments[x.of]
+            Rescued(self.builder, self.bindings, x, sums, self.around(), spare.get(sums.place)).write()
+
     def results(self, fragments: dict[l.Reduce, Fragment], begun: int | None = None) -> None:
         """What follows from sums; what is fetched first is where the tile is `begun`."""
         for line in self.plan.all(Result) if fragments else ():
@@ -314,5 +328,6 @@ class _Team:
                 last = self.draft.products[list(self.draft.products)[-1]].reduce
                 store = next(s for s in self.draft.kernel.stores if s.buffer.name == line.store)
                 self.places[line.store] = result_place(self.builder, line, store, self.bindings.places, fragments[last])
-        walker = Walker(self.draft.kernel, self.plan, self.builder, self.bindings, fragments, self.places, begun)
-        walker.statements(n.nest(self.draft.kernel), Scope())
+        kernel = settled(self.draft.kernel) if self.plan.all(Rescue) else self.draft.kernel
+        walker = Walker(kernel, self.plan, self.builder, self.bindings, fragments, self.places, begun)
+        walker.statements(n.nest(kernel), Scope())

@@ -20,7 +20,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
-from terrazzo.ir.types import u32
+from terrazzo.ir.types import f16, u32
+from terrazzo.rules.loop.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
@@ -157,9 +158,11 @@ class Pipeline:
         for p in self.plan.all(Product):
             totals = [self.fragments[r] for r in self.sums(p)] if self.outermost(p) else []
             if totals and few(self.draft, self.plan, p, totals, self.steps.count):
-                self.promotion.hold(totals)
+                kinds = {x.dtype for x in self.draft.products[p.sites[0]].operands}  # type: ignore[attr-defined]
+                self.promotion.hold(totals, self.steps.count, cut=f16 in kinds)
 
         def body() -> None:
+            self.promotion.go_to(t)
             waited = set(held)
             todo = list(self.plan.all(Product))
             while todo:
@@ -187,10 +190,9 @@ class Pipeline:
                         else:
                             self.free(ring, t)
                 self.promotion.add()
-            self.promotion.end(t)
 
         self.builder.loops([(t, False)], body)
-        self.promotion.gather()
+        self.promotion.finish()
         if late:
             if not self.visiting.rounds:
                 self.pass_turn()  # what the next team begins comes behind what is open
@@ -399,14 +401,14 @@ class Pipeline:
         up before the others begin; the sums of the last ones are still to be promoted.
 
         Every promotion rounds, and every instruction cuts its sums off towards zero. Where someone wants all digits of
-        float32 (six products of three scales), the small products are too small for that to matter: they are promoted
-        together. The sums of the large ones are promoted after two instructions, so that results are not smaller than
-        they should be; those of the small ones would make them so, had they these added.
+        float32 (six products of bfloat16, or three of float16), the small products are too small for that to matter:
+        they are promoted together. The sums of the large ones are promoted after two instructions, so that results are
+        not smaller than they should be; those of the small ones would make them so, had they these added.
         """
         if not self.outermost(p) and not p.early:
             self.declare(p)
         *small, last = dict.fromkeys(self.draft.products[p.sites[0]].scales) if p.promote else (1.0,)
-        pieces = halves(self.draft, p) if len(small) > 1 else 1
+        pieces = halves(self.draft, p) if every_digit((*small, last)) else 1
         for scale in small:
             self.product(p, t, values, slots, scale)
             self.settle(p, 0)
