@@ -128,8 +128,13 @@ def scalars() -> str:
 def rules() -> str:
     """Every rule with its docstring, below the file it is in."""
     from terrazzo.rules import tensor_to_loop, torch_to_tensor
-    from terrazzo.rules.loop import channels, fuse, gathered, layout, narrow, places, relax
-    from terrazzo.rules.loop_to_tile import collapse, packed, split
+    from terrazzo.rules.loop.fusion import fuse
+    from terrazzo.rules.loop.layout import channels, layout
+    from terrazzo.rules.loop.memory import gathered
+    from terrazzo.rules.loop.precision import narrow, places, relax
+    from terrazzo.rules.loop_to_tile.products import packed
+    from terrazzo.rules.loop_to_tile.reductions import split
+    from terrazzo.rules.loop_to_tile.walked import collapse
     from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
     from terrazzo.rules.torch_to_tensor import loops, together

@@ -33,45 +33,46 @@ from terrazzo.progress import at
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
-from terrazzo.rules.loop.again import products_again
-from terrazzo.rules.loop.beside import chains_beside
-from terrazzo.rules.loop.blocks import blocks_seen
-from terrazzo.rules.loop.channels import channels_last
-from terrazzo.rules.loop.columns_reduced import columns_reduced
-from terrazzo.rules.loop.combined import combine_sooner
-from terrazzo.rules.loop.divided import divide
-from terrazzo.rules.loop.fold import fold
-from terrazzo.rules.loop.frozen import constants, stored_once, varying
-from terrazzo.rules.loop.fuse import fuse, seen_through
-from terrazzo.rules.loop.gathered import rows_gathered
-from terrazzo.rules.loop.gradients import gradients
-from terrazzo.rules.loop.in_windows import in_windows
-from terrazzo.rules.loop.joined import products_joined
-from terrazzo.rules.loop.layout import store_as_read
-from terrazzo.rules.loop.lean_parts import lean_parts
-from terrazzo.rules.loop.lifetimes import in_order, kernels_in_order
-from terrazzo.rules.loop.lookups import store_lookups
-from terrazzo.rules.loop.narrow import narrow
-from terrazzo.rules.loop.on_the_way import factors_made
-from terrazzo.rules.loop.one_kernel import one_kernel
-from terrazzo.rules.loop.online import online
-from terrazzo.rules.loop.pages import look_up_on_the_way
-from terrazzo.rules.loop.parts import into_parts, parts_of
-from terrazzo.rules.loop.placed import along_results, copied_after
-from terrazzo.rules.loop.places import round_places, round_scores
-from terrazzo.rules.loop.relax import relax
-from terrazzo.rules.loop.remake import remake
-from terrazzo.rules.loop.rounded import rounded_weights
-from terrazzo.rules.loop.rounds import sums_inside
-from terrazzo.rules.loop.turned import store_turned
-from terrazzo.rules.loop.views import pass_views
-from terrazzo.rules.loop.wide_sums import wide_sums
-from terrazzo.rules.loop_to_tile import chains, reduced
-from terrazzo.rules.loop_to_tile.chain import chain
+from terrazzo.rules.loop.attention.blocks import blocks_seen
+from terrazzo.rules.loop.attention.gradients import gradients
+from terrazzo.rules.loop.attention.online import online
+from terrazzo.rules.loop.attention.pages import look_up_on_the_way
+from terrazzo.rules.loop.attention.rounds import sums_inside
+from terrazzo.rules.loop.folding.fold import fold
+from terrazzo.rules.loop.fusion.again import products_again
+from terrazzo.rules.loop.fusion.beside import chains_beside
+from terrazzo.rules.loop.fusion.columns_reduced import columns_reduced
+from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
+from terrazzo.rules.loop.fusion.joined import products_joined
+from terrazzo.rules.loop.fusion.on_the_way import factors_made
+from terrazzo.rules.loop.fusion.one_kernel import one_kernel
+from terrazzo.rules.loop.layout.channels import channels_last
+from terrazzo.rules.loop.layout.layout import store_as_read
+from terrazzo.rules.loop.layout.lookups import store_lookups
+from terrazzo.rules.loop.layout.placed import along_results, copied_after
+from terrazzo.rules.loop.layout.turned import store_turned
+from terrazzo.rules.loop.layout.views import pass_views
+from terrazzo.rules.loop.memory.combined import combine_sooner
+from terrazzo.rules.loop.memory.divided import divide
+from terrazzo.rules.loop.memory.frozen import constants, stored_once, varying
+from terrazzo.rules.loop.memory.gathered import rows_gathered
+from terrazzo.rules.loop.memory.in_windows import in_windows
+from terrazzo.rules.loop.memory.lifetimes import in_order, kernels_in_order
+from terrazzo.rules.loop.memory.remake import remake
+from terrazzo.rules.loop.precision.lean_parts import lean_parts
+from terrazzo.rules.loop.precision.narrow import narrow
+from terrazzo.rules.loop.precision.parts import into_parts, parts_of
+from terrazzo.rules.loop.precision.places import round_places, round_scores
+from terrazzo.rules.loop.precision.relax import relax
+from terrazzo.rules.loop.precision.rounded import rounded_weights
+from terrazzo.rules.loop.precision.wide_sums import wide_sums
+from terrazzo.rules.loop_to_tile.chains import chains
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
-from terrazzo.rules.loop_to_tile.precision import gain, no_gain
+from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
+from terrazzo.rules.loop_to_tile.reductions import reduced
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive

@@ -19,7 +19,7 @@ from terrazzo.ir.torch_types import to_torch_dtype  # noqa: E402
 from terrazzo.ir.types import DTYPES  # noqa: E402
 from terrazzo.options import Options  # noqa: E402
 from terrazzo.pipelines import lowering  # noqa: E402
-from terrazzo.rules.loop.frozen import split  # noqa: E402
+from terrazzo.rules.loop.memory.frozen import split  # noqa: E402
 
 PRODUCTS = ("squares", "projections", "odd", "batched", "fused", "staircase")
 FLOATS = ("fp32", "fp32-frozen", "fp32-small", "fp32-hard")

@@ -18,8 +18,11 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr
 from terrazzo.ir.node import Node, transform
 from terrazzo.rewrite.rule import Rule
-from terrazzo.rules.loop import fuse, layout, relax
-from terrazzo.rules.loop_to_tile import crossed, pieces
+from terrazzo.rules.loop.fusion import fuse
+from terrazzo.rules.loop.layout import layout
+from terrazzo.rules.loop.precision import relax
+from terrazzo.rules.loop_to_tile.reductions import pieces
+from terrazzo.rules.loop_to_tile.walked import crossed
 from terrazzo.rules.tensor_to_loop import lift
 from terrazzo.rules.tile_to_kernel import lower
 from terrazzo.rules.torch_to_tensor import pointwise, reduction, view

@@ -13,7 +13,7 @@ from tests.cli.examples import SOFTMAX
 
 from terrazzo import pipelines
 from terrazzo.errors import CompilerBug
-from terrazzo.rules.loop import fuse
+from terrazzo.rules.loop.fusion import fuse
 
 INLINED = "x = torch.randn(8, 8)\ntorch.exp(x.sin() * 2) + x"
 

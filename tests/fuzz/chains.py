@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.schedule import Binding, Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import called
-from terrazzo.rules.loop_to_tile.chain import Chain
+from terrazzo.rules.loop_to_tile.chains.chain import Chain
 
 One = Callable[[Sequence[Any]], Any]
 """Draws one of several."""

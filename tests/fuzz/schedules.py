@@ -22,7 +22,7 @@ from terrazzo.ir.schedule import KERNEL_LEVELS, SITE_LEVELS, Binding, Factor, Li
 from terrazzo.ir.sites import Product, product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from tests.fuzz import chains
 from tests.kernels.programs import CASES, b, h, n, r
 

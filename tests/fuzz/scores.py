@@ -20,7 +20,7 @@ from terrazzo.interp.torch import call_numpy, to_numpy
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop import blocks
+from terrazzo.rules.loop.attention import blocks
 from terrazzo.targets.cuda.emit import emit
 from tests.fuzz.checks import Found, _finding, _kind
 from tests.kernels.test_training import gradients

@@ -19,7 +19,7 @@ from terrazzo.ir.node import topological
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import parse
 from terrazzo.ir.types import DTYPES, Type
-from terrazzo.rules.loop import blocks
+from terrazzo.rules.loop.attention import blocks
 from tests.fuzz import checks, run, scores
 from tests.fuzz.judge import Judge
 from tests.fuzz.programs import tensor_programs

@@ -7,7 +7,7 @@ import pytest
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.instances import Asked, Instance
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop.fused import merged, viewed
+from terrazzo.rules.loop.fusion.fused import merged, viewed
 
 PAIR = """
 @loop

@@ -27,7 +27,7 @@ from terrazzo.ir.plan import Plan, Stream
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.options import Options
-from terrazzo.rules.loop_to_tile import warpgroups
+from terrazzo.rules.loop_to_tile.products import warpgroups
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.lower import lower

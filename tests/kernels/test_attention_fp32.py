@@ -16,7 +16,7 @@ from terrazzo.ir.plan import Frame, Order, Product, Reach
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import again
+from terrazzo.rules.loop.fusion import again
 
 
 def in_one(found: Lowered) -> bool:

@@ -16,7 +16,7 @@ from tests.kernels.test_attention import tensors as random
 
 from terrazzo.interp import kernel as simulator
 from terrazzo.ir.plan import Product, Reach
-from terrazzo.rules.loop import blocks
+from terrazzo.rules.loop.attention import blocks
 
 N = 300
 

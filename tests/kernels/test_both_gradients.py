@@ -30,7 +30,8 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import again, beside, rounds
+from terrazzo.rules.loop.attention import rounds
+from terrazzo.rules.loop.fusion import again, beside
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.verify import verify
 

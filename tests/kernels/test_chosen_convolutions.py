@@ -21,9 +21,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import boxes
 from terrazzo.rules.loop_to_tile.estimate import estimate
-from terrazzo.rules.loop_to_tile.packed import packed
+from terrazzo.rules.loop_to_tile.products import boxes
+from terrazzo.rules.loop_to_tile.products.packed import packed
 
 LAST = torch.channels_last
 ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -26,7 +26,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.precision.parts import into_parts
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.lower import lower

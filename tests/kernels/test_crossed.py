@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Like
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile.pieces import together
+from terrazzo.rules.loop_to_tile.reductions.pieces import together
 from terrazzo.targets.cuda.emit import emit
 from terrazzo.targets.cuda.predict import predict
 

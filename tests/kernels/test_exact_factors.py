@@ -17,7 +17,7 @@ from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.precision.parts import into_parts
 from terrazzo.targets.cuda.check import check
 
 KINDS = {torch.int8: 3, torch.uint8: 3, torch.bool: 3, torch.bfloat16: 4}

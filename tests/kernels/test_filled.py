@@ -23,8 +23,8 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
-from terrazzo.rules.loop_to_tile import products, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.apart import products_apart
+from terrazzo.rules.loop_to_tile.products import products, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.targets import TARGETS
 from terrazzo.targets.cuda.check import check
 

@@ -13,8 +13,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import chains
-from terrazzo.rules.loop_to_tile.chain import chain
+from terrazzo.rules.loop_to_tile.chains import chains
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import estimate
 
 

@@ -25,7 +25,7 @@ from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import joined
+from terrazzo.rules.loop.fusion import joined
 from terrazzo.targets.cuda.check import check
 
 H = gpu("sm_90a")

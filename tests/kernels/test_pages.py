@@ -20,7 +20,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.parse import parse
 from terrazzo.ir.plan import Reach, Stream
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import pages
+from terrazzo.rules.loop.attention import pages
 
 COUNTS = (5, 130, 300)
 

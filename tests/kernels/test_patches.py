@@ -10,7 +10,7 @@ from tests.kernels import programs
 from tests.kernels.programs import Lowered
 
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.rules.loop_to_tile import boxes, patches
+from terrazzo.rules.loop_to_tile.products import boxes, patches
 from terrazzo.targets.cuda.emit import emit
 
 

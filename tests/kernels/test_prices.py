@@ -21,11 +21,12 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop.parts import parts_of
-from terrazzo.rules.loop_to_tile import boxes, products, reductions, warpgroup_tiles, warpgroups
-from terrazzo.rules.loop_to_tile.chain import nested
-from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
-from terrazzo.rules.loop_to_tile.results import results
+from terrazzo.rules.loop.precision.parts import parts_of
+from terrazzo.rules.loop_to_tile.chains.chain import nested
+from terrazzo.rules.loop_to_tile.products import boxes, products, warpgroup_tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.results import results
+from terrazzo.rules.loop_to_tile.reductions import reductions
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
 
 HOPPER = gpu("sm_90a")
 

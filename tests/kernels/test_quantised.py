@@ -22,8 +22,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import warpgroups
-from terrazzo.rules.loop_to_tile.unpacked import digits_summed
+from terrazzo.rules.loop_to_tile.products import warpgroups
+from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.tile_to_kernel.lower import lower
 from terrazzo.targets.cuda.check import check
 

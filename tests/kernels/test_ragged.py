@@ -20,7 +20,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.expr import Var, mod
 from terrazzo.ir.parse_plan import parse_plan
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop_to_tile import reductions
+from terrazzo.rules.loop_to_tile.reductions import reductions
 from terrazzo.rules.tile.verify import verify
 
 

@@ -33,7 +33,7 @@ from terrazzo.ir.sites import reduced_product
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop.columns_reduced import columns_reduced
+from terrazzo.rules.loop.fusion.columns_reduced import columns_reduced
 from terrazzo.targets.cuda.check import check
 
 

@@ -28,7 +28,7 @@ from terrazzo.ir.verify_kernel import places
 from terrazzo.options import Options
 from terrazzo.pipelines import stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop_to_tile import warpgroups
+from terrazzo.rules.loop_to_tile.products import warpgroups
 from terrazzo.rules.tile.verify import verify
 from terrazzo.rules.tile_to_kernel.lower import derived
 

@@ -35,7 +35,7 @@ from terrazzo.ir.types import bf16
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.precision.parts import into_parts
 from terrazzo.rules.tile.verify import verify
 from terrazzo.run.cache import Cache
 from terrazzo.run.nvrtc import compile_each

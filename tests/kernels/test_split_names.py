@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop_to_tile.split import reduced_first
+from terrazzo.rules.loop_to_tile.reductions.split import reduced_first
 
 TEXT = """
 @loop

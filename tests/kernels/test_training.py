@@ -23,7 +23,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import again
+from terrazzo.rules.loop.fusion import again
 from terrazzo.rules.loop_to_tile.estimate import work
 
 ONE = (1, 2, 128, 64)

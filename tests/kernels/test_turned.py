@@ -19,7 +19,7 @@ from terrazzo.interp import kernel as simulator
 from terrazzo.ir.sites import product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import leaving, warpgroups
+from terrazzo.rules.loop_to_tile.products import leaving, warpgroups
 from terrazzo.targets.cuda.check import check
 
 H = gpu("sm_90a")

@@ -21,7 +21,7 @@ from terrazzo.interp.torch import call_numpy, from_numpy, to_numpy
 from terrazzo.ir.plan import Frame, Product, Reach
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
-from terrazzo.rules.loop import again
+from terrazzo.rules.loop.fusion import again
 
 
 @pytest.fixture

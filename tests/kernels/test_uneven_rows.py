@@ -22,7 +22,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop_to_tile import products, warpgroups
+from terrazzo.rules.loop_to_tile.products import products, warpgroups
 from terrazzo.rules.tile_to_kernel.lower import derived
 from terrazzo.targets.cuda.check import check
 

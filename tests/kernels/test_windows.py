@@ -27,10 +27,10 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, f32, i64
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile import windows
-from terrazzo.rules.loop_to_tile.cache_lines import SCATTERED, lines_of
-from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
-from terrazzo.rules.loop_to_tile.stored import stored
+from terrazzo.rules.loop_to_tile.products.stored import stored
+from terrazzo.rules.loop_to_tile.walked import windows
+from terrazzo.rules.loop_to_tile.walked.cache_lines import SCATTERED, lines_of
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
 from terrazzo.rules.torch_to_tensor.library import price
 from terrazzo.targets.cuda.predict import predict
 

@@ -16,32 +16,19 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.node import topological
 from terrazzo.rewrite.rule import Choice, Log
 from terrazzo.rules import tensor_to_loop
-from terrazzo.rules.loop import (
-    channels,
-    combined,
-    digits,
-    divided,
-    fold,
-    frames,
-    fuse,
-    gathered,
-    in_windows,
-    layout,
-    lookups,
-    narrow,
-    one_kernel,
-    parts,
-    placed,
-    places,
-    relax,
-    remake,
-    sooner,
-    turned,
-    wide_sums,
-)
+from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop_to_tile import apart, choose, collapse, few_rows, packed, patches, rows, unpacked, written_out
-from terrazzo.rules.loop_to_tile import split as splitting
+from terrazzo.rules.loop.folding import digits, fold
+from terrazzo.rules.loop.fusion import fuse, one_kernel
+from terrazzo.rules.loop.layout import channels, layout, lookups, placed, turned
+from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, remake
+from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
+from terrazzo.rules.loop_to_tile import choose
+from terrazzo.rules.loop_to_tile.chains import few_rows
+from terrazzo.rules.loop_to_tile.products import apart, packed, patches, unpacked, written_out
+from terrazzo.rules.loop_to_tile.reductions import rows
+from terrazzo.rules.loop_to_tile.reductions import split as splitting
+from terrazzo.rules.loop_to_tile.walked import collapse
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS

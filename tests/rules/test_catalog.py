@@ -31,9 +31,9 @@ from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.attention.online import online
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
-from terrazzo.rules.loop.online import online
+from terrazzo.rules.loop.fusion.fuse import fuse
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 often = settings(

@@ -16,8 +16,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import reduced_product
 from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import columns_reduced as rules
-from terrazzo.rules.loop import frames
+from terrazzo.rules.loop.attention import frames
+from terrazzo.rules.loop.fusion import columns_reduced as rules
 
 
 def fewest(steps: Sequence[l.Kernel]) -> float:

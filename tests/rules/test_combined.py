@@ -12,9 +12,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import combined
-from terrazzo.rules.loop.combined import combine_sooner
-from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.rules.loop.memory import combined
+from terrazzo.rules.loop.memory.combined import combine_sooner
+from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.targets import target
 
 RATES = target("sm_90a").rates

@@ -13,7 +13,7 @@ from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.fold import fold
+from terrazzo.rules.loop.folding.fold import fold
 
 
 def program(*lines: str, dtype: str = "i64") -> l.Program:

@@ -10,8 +10,8 @@ from terrazzo.interp import loop as interpreter
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.gathered import rows_gathered
-from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.rules.loop.memory.gathered import rows_gathered
+from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.targets import target
 
 

@@ -22,11 +22,14 @@ from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import again, columns_reduced, online, order, parts, rounds
-from terrazzo.rules.loop import fuse as fusion
-from terrazzo.rules.loop.inline import rewrite_loads
-from terrazzo.rules.loop_to_tile import choose, product_candidates, tiles
+from terrazzo.rules.loop.attention import online, rounds
+from terrazzo.rules.loop.fusion import again, columns_reduced, order
+from terrazzo.rules.loop.fusion import fuse as fusion
+from terrazzo.rules.loop.fusion.inline import rewrite_loads
+from terrazzo.rules.loop.precision import parts
+from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.experience import Experience
+from terrazzo.rules.loop_to_tile.products import product_candidates, tiles
 from terrazzo.rules.tile_to_kernel import lower as derive
 from terrazzo.rules.torch_to_tensor.lower import _Grown
 

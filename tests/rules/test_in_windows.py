@@ -18,8 +18,8 @@ from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.in_windows import in_windows
-from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.rules.loop.memory.in_windows import in_windows
+from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.run.compiled import compile_program
 from terrazzo.run.misfit import shared
 from terrazzo.run.plan import Plan

@@ -25,8 +25,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Size, Var, bounds
 from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import store_problem
-from terrazzo.rules.loop.inline import axes_at
-from terrazzo.rules.loop.layout import _groups, _merge
+from terrazzo.rules.loop.fusion.inline import axes_at
+from terrazzo.rules.loop.layout.layout import _groups, _merge
 
 X, Y, N = Var("x", 6), Var("y", 4), Size("n", 1, 5)
 GRID = dict(zip((X, Y, N), np.meshgrid(np.arange(6), np.arange(4), np.arange(1, 6), indexing="ij"), strict=True))

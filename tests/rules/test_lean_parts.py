@@ -10,8 +10,8 @@ import pytest
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.lean_parts import lean_parts
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.precision.lean_parts import lean_parts
+from terrazzo.rules.loop.precision.parts import into_parts
 
 LAYERS = """
 @loop

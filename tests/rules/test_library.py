@@ -25,7 +25,7 @@ from terrazzo.ir.text import show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.views import pass_views
+from terrazzo.rules.loop.layout.views import pass_views
 from terrazzo.rules.torch_to_tensor.library import ONE, SEVERAL, Libraries, beside, price
 from terrazzo.run.plan import Plan
 

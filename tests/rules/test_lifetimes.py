@@ -20,7 +20,7 @@ from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, PASSES, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.lifetimes import _needs, in_order, in_use
+from terrazzo.rules.loop.memory.lifetimes import _needs, in_order, in_use
 
 MEGA = 1 << 18
 """Elements of a megabyte."""

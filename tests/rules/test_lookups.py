@@ -20,10 +20,10 @@ from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import lookups
 from terrazzo.rules.loop.cost import looked_up
-from terrazzo.rules.loop.images import strewn
-from terrazzo.rules.loop.lookups import operands_stored
+from terrazzo.rules.loop.layout import lookups
+from terrazzo.rules.loop.layout.images import strewn
+from terrazzo.rules.loop.layout.lookups import operands_stored
 from terrazzo.targets import target
 
 UPPER = LOWER[: LOWER.index("store_as_read")]

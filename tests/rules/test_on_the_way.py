@@ -19,7 +19,7 @@ from terrazzo.ir.text import parse, show
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop import on_the_way as rules
+from terrazzo.rules.loop.fusion import on_the_way as rules
 
 BEFORE, AFTER = example(inspect.getdoc(rules.factors_made) or "", "factors_made")
 

@@ -7,8 +7,8 @@ import pytest
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.text import parse
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.attention.online import online
 from terrazzo.rules.loop.definitions import in_order
-from terrazzo.rules.loop.online import online
 
 BESIDE = """@loop
 def f(x: bf16[128, 64], y: bf16[128, 64], v: bf16[128, 64]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from terrazzo.rules.loop.order import Order
+from terrazzo.rules.loop.fusion.order import Order
 
 
 def reach(reads: dict[int, set[int]], i: int) -> set[int]:

@@ -17,8 +17,8 @@ from terrazzo.ir.text import parse, show
 from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.number_parts import LARGE, SCALE, ordinary, pairs
-from terrazzo.rules.loop.parts import into_parts
+from terrazzo.rules.loop.precision.number_parts import LARGE, SCALE, ordinary, pairs
+from terrazzo.rules.loop.precision.parts import into_parts
 from terrazzo.rules.tile_to_kernel.promote import TOGETHER
 
 MAX, LEAST = np.finfo(np.float32).max, np.float32(2.0**-149)

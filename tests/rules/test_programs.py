@@ -15,9 +15,9 @@ from terrazzo.ir.text import show
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Choice, Log, cheapest
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
-from terrazzo.rules.loop.layout import store_as_read
-from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop.fusion.fuse import fuse
+from terrazzo.rules.loop.layout.layout import store_as_read
+from terrazzo.rules.loop.precision.relax import relax
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 

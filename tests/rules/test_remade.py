@@ -11,8 +11,8 @@ from terrazzo.interp import loop as interpreter
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.lifetimes import in_use
-from terrazzo.rules.loop.remake import remake
+from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop.memory.remake import remake
 from terrazzo.targets import target
 
 RATES = replace(target("sm_90a").rates, launch=0.0, byte=0.0, fma=0.0, mixed=0.0, load=0.0)

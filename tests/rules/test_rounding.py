@@ -10,8 +10,8 @@ from tests.harness import assert_same_meaning
 from terrazzo.ir.parse import parse
 from terrazzo.ir.show import show
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.narrow import narrow
-from terrazzo.rules.loop.relax import relax
+from terrazzo.rules.loop.precision.narrow import narrow
+from terrazzo.rules.loop.precision.relax import relax
 
 QUOTIENT = """
 @loop

@@ -11,7 +11,7 @@ from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules import torch_to_tensor
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.fusion.fuse import fuse
 
 
 def test_every_lowering_says_what_it_computes() -> None:

@@ -8,7 +8,7 @@ import pytest
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse, show
-from terrazzo.rules.loop.scale import scale_after
+from terrazzo.rules.loop.fusion.scale import scale_after
 
 TEXT = """@loop
 def f(x: f32[3, 5], y: f32[5, 4]):

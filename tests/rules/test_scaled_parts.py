@@ -18,8 +18,8 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.parts import into_parts
-from terrazzo.rules.loop.scaled_parts import DEPTH, FEWER_DIGITS, LARGEST, SCALE
+from terrazzo.rules.loop.precision.parts import into_parts
+from terrazzo.rules.loop.precision.scaled_parts import DEPTH, FEWER_DIGITS, LARGEST, SCALE
 from terrazzo.rules.tile_to_kernel.promote import NEARER, together
 
 

@@ -14,7 +14,7 @@ from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.fusion.fuse import fuse
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 S = Size("S", 1, 4096)

@@ -13,7 +13,7 @@ from tests.rules.test_catalog import example
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.turned import store_turned
+from terrazzo.rules.loop.layout.turned import store_turned
 
 BEFORE = example(inspect.getdoc(store_turned) or "", "store_turned")[0]
 

@@ -10,7 +10,7 @@ from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem, verify
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.fusion.fuse import fuse
 
 ROWS = 1 << 18
 """So few that what one of them reads can be tried, and so many that what 16 of them read cannot."""

@@ -20,7 +20,7 @@ from terrazzo.ir.text import show
 from terrazzo.options import Options
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.fuse import fuse
+from terrazzo.rules.loop.fusion.fuse import fuse
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import compile_all, processor

@@ -25,7 +25,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop.frozen import constants, split
+from terrazzo.rules.loop.memory.frozen import constants, split
 from terrazzo.run import compiled as compiled_module
 from terrazzo.run.compiled import compile_program
 from terrazzo.run.misfit import misfit

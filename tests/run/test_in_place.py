@@ -14,7 +14,7 @@ import terrazzo
 from terrazzo.bench import memory
 from terrazzo.ir.in_place import pairs
 from terrazzo.ir.text import parse
-from terrazzo.rules.loop.lifetimes import in_use
+from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.run import plan
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.misfit import shared

@@ -15,8 +15,8 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile import products, warpgroups
-from terrazzo.rules.loop_to_tile.forms import merged
+from terrazzo.rules.loop_to_tile.products import products, warpgroups
+from terrazzo.rules.loop_to_tile.products.forms import merged
 
 Key = tuple[Any, ...]
 """What a measurement says of a plan."""

@@ -27,7 +27,7 @@ def explain(request: Request, json: Json = False) -> None:
     from terrazzo.cli.lowering import lower, show_events
     from terrazzo.cli.subject import load
     from terrazzo.ir.dialects.loop import Kernel
-    from terrazzo.rules.loop.frozen import split
+    from terrazzo.rules.loop.memory.frozen import split
     from terrazzo.targets import target
 
     done = lower(load(request), request)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.front.nodes import Nodes
-from terrazzo.rules.loop.gradients import HEAD
+from terrazzo.rules.loop.attention.gradients import HEAD
 
 
 @dataclass(frozen=True)

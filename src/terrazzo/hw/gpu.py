@@ -137,7 +137,7 @@ GPUS = {
             60000,
             480000,
             (4800, 67000, 989000),
-            wave=2100.0,  # fitted with the tiles of `mma.sync` (rules/loop_to_tile/products.py)
+            wave=2100.0,  # fitted with the tiles of `mma.sync` (rules/loop_to_tile/products/products.py)
             features=("wgmma",),
             warpgroups=H200,
         ),

@@ -23,7 +23,7 @@ from terrazzo.options import Options
 from terrazzo.progress import working
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop.frozen import split
+from terrazzo.rules.loop.memory.frozen import split
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
 from terrazzo.run.cache import Cache, digest

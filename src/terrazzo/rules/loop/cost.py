@@ -20,7 +20,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Var, bounds, terms_of
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import Sites, alone, loads, made_of, not_made, sites
-from terrazzo.rules.loop.images import image, strewn
+from terrazzo.rules.loop.layout.images import image, strewn
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node
-from terrazzo.rules.loop.inline import element
+from terrazzo.rules.loop.fusion.inline import element
 
 
 class Definitions:

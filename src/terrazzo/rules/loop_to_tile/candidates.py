@@ -11,21 +11,31 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop.frames import in_frames
-from terrazzo.rules.loop_to_tile import chains, cuts, reduced, reductions, rows, scans, threads, windows
-from terrazzo.rules.loop_to_tile.apart import products_apart, results_apart, stores_apart
+from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
-from terrazzo.rules.loop_to_tile.collapse import collapse, digits_apart, flat_reductions
-from terrazzo.rules.loop_to_tile.crossed import points
+from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.estimate import estimate
-from terrazzo.rules.loop_to_tile.forms import Form, for_warpgroups, merged
-from terrazzo.rules.loop_to_tile.pieces import in_pieces, meeting, partial_states, together
-from terrazzo.rules.loop_to_tile.product_candidates import after, after_stores, best, boxed, copied, in_boxes, in_tiles
-from terrazzo.rules.loop_to_tile.results import results
-from terrazzo.rules.loop_to_tile.split import moments, reduced_first, split_moments
-from terrazzo.rules.loop_to_tile.threads import SECTOR, size_of, step
-from terrazzo.rules.loop_to_tile.unpacked import digits_summed
-from terrazzo.rules.loop_to_tile.written_out import written_out
+from terrazzo.rules.loop_to_tile.products.apart import products_apart, results_apart, stores_apart
+from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
+from terrazzo.rules.loop_to_tile.products.product_candidates import (
+    after,
+    after_stores,
+    best,
+    boxed,
+    copied,
+    in_boxes,
+    in_tiles,
+)
+from terrazzo.rules.loop_to_tile.products.results import results
+from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
+from terrazzo.rules.loop_to_tile.products.written_out import written_out
+from terrazzo.rules.loop_to_tile.reductions import cuts, reduced, reductions, rows, scans
+from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, meeting, partial_states, together
+from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
+from terrazzo.rules.loop_to_tile.walked import threads, windows
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
+from terrazzo.rules.loop_to_tile.walked.crossed import points
+from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, size_of, step
 
 FILLED = 0.7
 """How much of the time of its tiles a product may take whose results are written out instead: by what is moved and

@@ -18,11 +18,11 @@ from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.rewrite.rule import Event, Log
-from terrazzo.rules.loop_to_tile import tiles
 from terrazzo.rules.loop_to_tile.candidate import Candidate
 from terrazzo.rules.loop_to_tile.candidates import Pick, candidates
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.pinned import as_pinned, forms, in_two
+from terrazzo.rules.loop_to_tile.products import tiles
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile_to_kernel.lower import derived
 

@@ -19,11 +19,14 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
-from terrazzo.rules.loop_to_tile import boxes, chains, reduced, scans, tiles, warpgroups, windows
-from terrazzo.rules.loop_to_tile.chain import Chain, chain
-from terrazzo.rules.loop_to_tile.collapse import merge_product_axes
-from terrazzo.rules.loop_to_tile.packed import packed
-from terrazzo.rules.loop_to_tile.stored import stored
+from terrazzo.rules.loop_to_tile.chains import chains
+from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.packed import packed
+from terrazzo.rules.loop_to_tile.products.stored import stored
+from terrazzo.rules.loop_to_tile.reductions import reduced, scans
+from terrazzo.rules.loop_to_tile.walked import windows
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
 from terrazzo.rules.tile.reach import share
 from terrazzo.rules.tile_to_kernel.lower import derived
 

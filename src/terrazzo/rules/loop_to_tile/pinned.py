@@ -11,11 +11,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
-from terrazzo.rules.loop_to_tile import reductions
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen
-from terrazzo.rules.loop_to_tile.collapse import collapse, flat_reductions, merge_product_axes
-from terrazzo.rules.loop_to_tile.few_rows import pinned_frames, share_rows
-from terrazzo.rules.loop_to_tile.split import pinned_split
+from terrazzo.rules.loop_to_tile.chains.few_rows import pinned_frames, share_rows
+from terrazzo.rules.loop_to_tile.reductions import reductions
+from terrazzo.rules.loop_to_tile.reductions.split import pinned_split
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse, flat_reductions, merge_product_axes
 
 
 def forms(kernel: l.Kernel) -> list[l.Kernel]:

@@ -14,7 +14,7 @@ from terrazzo.ir.node import Node, topological, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Log, Rule, rule
-from terrazzo.rules.loop.inline import select
+from terrazzo.rules.loop.fusion.inline import select
 from terrazzo.rules.tensor_to_loop.alike import Alike
 
 Element = Callable[..., Any]

@@ -13,7 +13,7 @@ from terrazzo.ir.layout import Layout
 from terrazzo.ir.plan import STORED, VALUES, Convert, Plan, Product, Result, Ring, Stage, Stream
 from terrazzo.ir.sites import made_of
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.loop.number_parts import counted
+from terrazzo.rules.loop.precision.number_parts import counted
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.handed import handed, summed
 from terrazzo.rules.tile.products import CONVERTED

@@ -19,7 +19,7 @@ from terrazzo.ir.plan import EVERYONE, VALUES, Agent, Plan, Product
 from terrazzo.ir.schedule import Named, Site
 from terrazzo.ir.sites import called, loads, made_of
 from terrazzo.rewrite.rule import need, rule
-from terrazzo.rules.loop.number_parts import counted
+from terrazzo.rules.loop.precision.number_parts import counted
 from terrazzo.rules.tile.agents import MATH
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.handed import Way, asked, handed

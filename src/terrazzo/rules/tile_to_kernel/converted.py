@@ -21,8 +21,8 @@ from terrazzo.ir.plan import Convert, Plan, Product, Ring
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.sites import loads, made_of
 from terrazzo.ir.types import f32, i64
-from terrazzo.rules.loop.inline import guarded
-from terrazzo.rules.loop.number_parts import LARGE, counted, ordinary, parts
+from terrazzo.rules.loop.fusion.inline import guarded
+from terrazzo.rules.loop.precision.number_parts import LARGE, counted, ordinary, parts
 from terrazzo.rules.tile.digits import Bindings, value
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.products import CONVERTED

@@ -13,7 +13,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Ring, Stream
-from terrazzo.rules.loop.inline import guarded, looked_up
+from terrazzo.rules.loop.fusion.inline import guarded, looked_up
 from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile.spans import Span
 from terrazzo.rules.tile_to_kernel.builder import Builder

@@ -19,7 +19,7 @@ from terrazzo.ir.expr import IntExpr, Loaded, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import i64
 from terrazzo.rules.access import wide
-from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.loop.fusion.inline import guarded
 from terrazzo.rules.tile.digits import Bindings, Digit, zero
 from terrazzo.rules.tile.frames import Framed
 from terrazzo.rules.tile.reach import Either

@@ -19,8 +19,8 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import f32
-from terrazzo.rules.loop.multiples import is_value
-from terrazzo.rules.loop.relax import LOG2E
+from terrazzo.rules.loop.attention.multiples import is_value
+from terrazzo.rules.loop.precision.relax import LOG2E
 from terrazzo.rules.tile.digits import Bindings, Digit
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder

@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.node import Node, substitute, topological
-from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.loop.fusion.inline import guarded
 from terrazzo.rules.tile.digits import Digit, zero
 from terrazzo.rules.tile.reach import Either
 from terrazzo.rules.tile_to_kernel.builder import Builder

@@ -21,7 +21,7 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
 from terrazzo.ir.types import f16, u32
-from terrazzo.rules.loop.number_parts import every_digit
+from terrazzo.rules.loop.precision.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.plan import Agent, Plan, Product
-from terrazzo.rules.loop.number_parts import every_digit
+from terrazzo.rules.loop.precision.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile_to_kernel.builder import Builder

@@ -17,7 +17,7 @@ from terrazzo.ir.expr import IntExpr, Loaded, at_least
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.rescues import Rescue
 from terrazzo.ir.types import f32, i64, ordered_strides, u32
-from terrazzo.rules.loop.inline import guarded
+from terrazzo.rules.loop.fusion.inline import guarded
 from terrazzo.rules.tile.digits import Bindings, Digit, value, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.frame import loaded

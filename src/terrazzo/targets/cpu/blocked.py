@@ -21,7 +21,7 @@ from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import Node, topological
-from terrazzo.rules.loop_to_tile.collapse import digits_apart
+from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
 from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import digits, written
 from terrazzo.targets.cpu.tiles import (

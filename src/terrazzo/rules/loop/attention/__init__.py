@@ -1,0 +1,1 @@
+"""Softmax between two products: one kernel, forward and backward, under any mask."""

@@ -1,0 +1,443 @@
+"""What a softmax between two products leaves for its gradient: no sums over its rows, no weights kept in 32 bits.
+
+Training computes, of weights w = softmax(s) and results o = w v, with g the gradient of o,
+
+    dv = w^T g        dw = g v^T        ds = w * (dw - rows)        rows[i] = sum over k of w[i, k] * dw[i, k]
+
+Three rewrites, each found in the terms:
+
+- `row_sums`: sums change places. sum_k w[i, k] * (sum_d g[i, d] * v[k, d]) = sum_d g[i, d] * o[i, d], a sum over d of
+  what is stored anyway. So ds is computed where dw is, point by point. In float32 only where that makes a chain: what
+  tensor cores cut off of dw and of o is not the same part of either, so rows of ds no longer add up to 0.
+- `weights_again`: w = exp(s - t), where t = max(s) + log(sum(exp(s - max(s)))) is a number for each row. The gradient
+  computes s again, so that the first product alone reads the weights, and what is kept of them is t.
+- `rounded_factors`: weights, and what is a multiple of them, are rounded to the 16 bits of what they are multiplied
+  with, where the product is rounded to 16 bits too. PyTorch's own kernels do so, forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import permutations
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.monoid import monoid
+from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.types import DType, Type
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.attention.softmax import Exponential, Softmax, exponentials, softmaxes
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.edited import FAR, Edited, kernels_of
+from terrazzo.rules.loop.precision.rounded import aligned
+
+PASS = "gradients"
+LOG2E = math.log2(math.e)
+HEAD = 128
+"""Numbers of a head in float32 whose gradients are chains of products, at most. Of wider ones weights and their
+gradients are stored, and rows are summed from those: sums over all rows (the gradient of a bias of queries, where keys
+have a mean) were 34 times as far off as eager's on an H200 when they were not, and are so with tensor cores emulated.
+"""
+PASSES = 4
+"""Of 32 bits over a number for every weight, at least, that it takes where they are kept: weights and their gradients
+are written, and read.
+"""
+
+
+def gradients(
+    program: l.Program,
+    log: Log,
+    rates: Rates,
+    views: Callable[[l.Program, Log], l.Program],
+    materialize: Iterable[str] = (),
+    wide: bool = False,
+) -> l.Program:
+    """`program` with the gradients of its softmaxes rewritten, where there are matrix instructions for 16 bits, or for
+    products of 32 bits (`wide`) where nothing is in 16. `views` has a program's views seen through, which is done only
+    where there is such a gradient. Weights that `materialize` names stay as they are.
+    """
+    terms = (x for s in kernels_of(program) for x in s.terms) if rates.matrix else ()
+    if not any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in terms):
+        return program
+    seen = views(program, log)
+    narrow = any(b.type.dtype.name in rates.matrix for s in kernels_of(seen) for b in (*s.reads, *s.writes))
+    work = _Gradients(seen, rates, wide and not narrow)
+    for w in work.softmaxes:
+        if w.buffer.name not in frozenset(materialize):
+            work.rewrite(w)
+    for e in exponentials(work.program, work.known):
+        if e.buffer.name not in frozenset(materialize):
+            work.round_weights(e) if e.row.buffer in program.inputs else work.rows_beside(e)
+    if fired := any(e.fired for e in work.events):
+        work.round_factors()
+    for event in work.events:
+        log.add(event)
+    if not fired:
+        return seen
+    made = work.done(seen)
+    old, new = ([s for s in a.steps if s not in b.steps] for a, b in ((seen, made), (made, seen)))
+    log.applied(PASS, "gradients", ", ".join(s.name for s in old), old, new)
+    return made
+
+
+# -- what is done ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A kernel that sums, over one axis, products of several factors."""
+
+    kernel: l.Kernel
+    axis: Var
+    factors: list[Any]
+
+
+class _Gradients(Edited):
+    """A program with softmaxes and their gradients."""
+
+    def __init__(self, program: l.Program, rates: Rates, wide: bool) -> None:
+        super().__init__(program, PASS)
+        self.rates = rates
+        self.kinds = {*rates.matrix, *(("f32",) if wide else ())}
+        self.softmaxes = softmaxes(program, self.known)
+        self.weights = {w.buffer for w in self.softmaxes}
+
+    def rewrite(self, w: Softmax) -> None:
+        """Both rewrites of a softmax, the second where the first found what its weights are multiplied to."""
+        results = []
+        for kernel in self.readers(w.buffer, FAR):
+            product = self.product(kernel)
+            found = self.row_sums(w, product) if product and isinstance(kernel.stores[0].value, l.Reduce) else None
+            results += [found] if found else []
+        if results:
+            self.weights_again(w, results[0])
+
+    # -- sums change places
+
+    def product(self, kernel: l.Kernel) -> Product | None:
+        """A kernel as a sum of products, or None."""
+        value = self.known.core(kernel.stores[0].value) if len(kernel.stores) == 1 else None
+        if not isinstance(value, l.Reduce) or value.monoid.name != "sum" or len(value.axes) != 1:
+            return None
+        (axis,), (term,) = l.open_binder(value)
+        return Product(kernel, axis, self.known.factors(term))
+
+    def row_sums(self, w: Softmax, p: Product) -> l.Store | None:
+        """Have a sum over the weights' rows run over what they are multiplied to instead; the store of that."""
+        for inner in p.factors:
+            found = self.known.unfold(inner)
+            if not isinstance(found, l.Reduce) or found.monoid.name != "sum" or len(found.axes) != 1:
+                continue
+            (depth,), (term,) = l.open_binder(found)
+            factors = self.known.factors(term)
+            moving = [x for x in factors if p.axis in x.free]
+            fixed = [x for x in factors if p.axis not in x.free]
+            rest = [x for x in p.factors if x is not inner]
+            if any(depth not in x.free for x in factors) or not fixed or not any(_in_rows(x, w, p) for x in rest):
+                continue
+            if "f32" in self.kinds and isinstance(depth.extent, int) and depth.extent > HEAD:
+                why = f"heads of {depth.extent} in float32 make no chain: rows of what is stored cancel more exactly"
+                self.say("row_sums", p.kernel.name, why, fired=False)
+                continue
+            wanted = Product(p.kernel, p.axis, [*rest, *moving])
+            place = self.stored(w, wanted, depth) or self.computed(w, wanted, depth)
+            if place is None:
+                continue
+            result = l.Load.make(place.buffer, place.index)
+            value = _times([*fixed, _as(result, found.dtype)])
+            (old,) = p.kernel.stores
+            rows = l.Reduce.make(found.monoid, (depth,), (value,))
+            new = l.Kernel(p.kernel.name, p.kernel.axes, (l.Store(old.buffer, old.index, rows),), p.kernel.source)
+            self.replace({p.kernel: [new], **self.factored(old.buffer)})
+            what = f"a sum over {w.buffer.name} is one over {place.buffer.name}, which it is multiplied to"
+            self.say("row_sums", p.kernel.name, what)
+            return place
+        return None
+
+    def factored(self, rows: l.Buffer) -> dict[l.Kernel, list[l.Kernel]]:
+        """Differences of products of which one has the row sums as a factor, with what both have in common once."""
+        found: dict[l.Kernel, list[l.Kernel]] = {}
+        for kernel in self.readers(rows, 2):
+            (store, *more) = kernel.stores
+            if more or not isinstance(store.value, l.Apply) or store.value.fn.name != "sub":
+                continue
+            one, other = map(self.known.factors, store.value.args)
+            common = [x for x in one if x in other]
+            if common and any(_loads(x, rows) for x in other):
+                difference = l.apply("sub", *(_times([x for x in side if x not in common]) for side in (one, other)))
+                new = l.Store(store.buffer, store.index, _times([*common, difference]))
+                found[kernel] = [l.Kernel(kernel.name, kernel.axes, (new,), kernel.source)]
+        return found
+
+    def stored(self, w: Softmax, wanted: Product, depth: Var) -> l.Store | None:
+        """Where the sum of some products is stored, for every value of `depth`: the store, at the place it is at. What
+        is rounded to 16 bits comes first: it is what others read.
+        """
+        found = []
+        for kernel in self.readers(w.buffer, FAR):
+            p = self.product(kernel)
+            if p is not None and len(p.factors) == len(wanted.factors) and kernel is not wanted.kernel:
+                for places in _matches(p, wanted, depth):
+                    store = kernel.stores[0]
+                    index = tuple(substitute(e, places) if isinstance(e, Expr) else e for e in store.index)
+                    found.append(l.Store(store.buffer, index, store.value))
+        return min(found, key=lambda s: s.buffer.type.dtype.size, default=None)
+
+    def computed(self, w: Softmax, wanted: Product, depth: Var) -> l.Store | None:
+        """The same where nobody stored it, as in a graph that computes weights again from what another graph kept: a
+        product that becomes one kernel with the softmax, where that costs less than to write and read the other factor.
+        """
+        others = [x for x in wanted.factors if not _loads(x, w.buffer)]
+        kinds = [k for x in others if (k := self.narrow(x)) is not None]
+        kinds = kinds or [x.dtype for x in others if x.dtype.name in self.kinds]
+        if len(wanted.factors) != 2 or not kinds or not isinstance(depth.extent, int):
+            return None
+        both = 2 * depth.extent * self.rates.tensor  # scores again, and the results
+        if both > PASSES * 4 * self.rates.byte:
+            return None
+        axes = (*wanted.kernel.axes, depth)
+        shape = tuple(a.extent for a in axes)
+        places = {a: Var(f"a{d}", a.extent) for d, a in enumerate(axes)}
+        buffer = l.Buffer(self.fresh(f"{w.buffer.name}_results"), Type(kinds[0], shape))
+        value = l.apply(kinds[0].name, l.Reduce.make(monoid("sum"), (wanted.axis,), (_times(wanted.factors),)))
+        store = l.Store(buffer, tuple(places.values()), substitute(value, places))
+        made = l.Kernel(buffer.name, tuple(places.values()), (store,), wanted.kernel.source)
+        self.replace({wanted.kernel: [made, wanted.kernel]})
+        self.say(
+            "row_sums", buffer.name, f"{both:.2g} ns a weight to compute it, more to write and read a factor of it"
+        )
+        return l.Store(buffer, axes, value)
+
+    # -- weights from their rows' sums
+
+    def weights_again(self, w: Softmax, result: l.Store) -> None:
+        """Have all but the first product read weights that are computed again, in the type of what that stores."""
+        kind = result.buffer.type.dtype
+        readers, behind = self.known.readers.get(w.buffer, []), self.behind(result.buffer)
+        others = [s for s in readers if s not in behind]
+        if kind.name not in self.kinds or len(readers) != len(others) + 1 or w.buffer in self.known.kept:
+            return
+        made: dict[l.Buffer, l.Kernel] = {}
+        score = self.again(w, w.score, made)
+        rows, (store,) = tuple(w.rows), w.kernel.stores
+        sums = l.Buffer(self.fresh(f"{w.buffer.name}_sums"), Type(w.top.dtype, tuple(a.extent for a in rows)))
+        total = l.apply("add", w.top, l.apply("log", w.total))
+        if w.empty is not None:
+            total = l.apply("where", w.empty, l.Literal(math.inf, total.dtype), total)
+        columns = (*rows, w.column)
+        stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
+        weights, changed = self.rounded(w, columns, l.apply("sub", score, l.Load(sums, rows)), kind, others)
+        self.replace({w.kernel: [stored, *made.values(), weights], **changed})
+        what = f"{result.buffer.name} alone reads it; the others read {weights.name}, made of {sums.name}"
+        self.say("weights_again", w.buffer.name, what)
+
+    def rounded(
+        self, w: Softmax | Exponential, columns: tuple[Var, ...], above: Any, kind: DType, readers: Sequence[l.Kernel]
+    ) -> tuple[l.Kernel, dict[l.Kernel, list[l.Kernel]]]:
+        """A kernel that stores exp(above) in `kind`, and some readers of weights with that in their place."""
+        weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
+        again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
+        last = l.Store(again, w.kernel.stores[0].index, _as(weight, kind))
+        self.weights.add(again)
+
+        def visit(x: Any) -> Any:
+            if isinstance(x, l.Load) and x.buffer is w.buffer:
+                return _as(l.Load(again, x.index, x.inside), x.dtype)
+            return x
+
+        kernel = l.Kernel(again.name, columns, (last,), w.kernel.source)
+        return kernel, {s: [transform(s, visit)] for s in readers}
+
+    def round_weights(self, w: Exponential) -> None:
+        """Have all who read weights that another program kept a number of each row for read them in the type of what
+        they are multiplied with, where that is one type.
+        """
+        readers = self.known.readers.get(w.buffer, [])
+        products = [p for s in self.readers(w.buffer, FAR) if (p := self.product(s)) is not None]
+        others = [x for p in products for x in p.factors if not self.multiple_of(x, w.buffer)]
+        kinds = {k.name: k for x in others if (k := self.narrow(x)) is not None}
+        if not kinds and w.score.dtype.name in self.kinds:
+            kinds = {w.score.dtype.name: w.score.dtype}
+        if w.buffer in self.known.kept or len(kinds) != 1 or next(iter(kinds)) == "f16":
+            return
+        (kind,) = kinds.values()
+        weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", w.score, w.row), kind, readers)
+        self.replace({w.kernel: [weights], **changed})
+        self.say("weights_again", w.buffer.name, f"{weights.name} has them in {kind.name}, made of {w.row.buffer.name}")
+
+    def rows_beside(self, w: Exponential) -> None:
+        """Have the kernel of weights store what the program keeps of their rows too, as who makes a product of weights
+        and values one kernel with the scores wants it.
+        """
+
+        def visit(x: Any) -> Any:
+            inner = isinstance(x, l.Load) and x is not w.score and x.buffer is not getattr(w.score, "buffer", None)
+            term = self.known.of(x) if inner else None
+            return x if term is None else transform(term, visit)
+
+        maker = self.known.makers.get(w.row.buffer)
+        if maker is None or not w.row.free <= {*w.kernel.axes}:
+            return
+        row = transform(self.known.of(w.row), visit)
+        if not any(isinstance(x, l.Reduce) for x in topological([row])):
+            return
+        (store,) = w.kernel.stores
+        weight = l.apply("exp", l.apply("sub", w.score, row))
+        stores = l.Store(w.row.buffer, w.row.index, row), l.Store(store.buffer, store.index, weight)
+        both = l.Kernel(w.kernel.name, w.kernel.axes, stores, w.kernel.source)
+        self.replace({w.kernel: [both], maker: []})
+        self.say("weights_again", w.buffer.name, f"its kernel stores {w.row.buffer.name} too")
+
+    def multiple_of(self, x: Any, buffer: l.Buffer) -> bool:
+        """Whether a factor is made of some weights."""
+        loads = [y for y in topological([self.known.unfold(x)]) if isinstance(y, l.Load)]
+        return any(y.buffer is buffer for y in loads)
+
+    def again(self, w: Softmax, term: Any, made: dict[l.Buffer, l.Kernel]) -> Any:
+        """A term whose temporaries of a number for every weight are computed anew, by what is `made` for them: up to
+        the products of the scores, and not what these multiply, which may be the whole net before them.
+        """
+        size = math.prod(w.buffer.type.static_shape)
+
+        def visit(x: Any) -> Any:
+            maker = self.known.makers.get(x.buffer) if isinstance(x, l.Load) else None
+            if maker is None or x.dtype is not w.score.dtype or math.prod(x.buffer.type.static_shape) < size:
+                return x
+            if x.buffer not in made:
+                (store,) = maker.stores
+                copy = l.Buffer(self.fresh(f"{x.buffer.name}_again"), x.buffer.type)
+                summed = any(isinstance(y, l.Reduce) for y in topological([store.value]))
+                value = store.value if summed else self.again(w, store.value, made)
+                made[x.buffer] = l.Kernel(copy.name, maker.axes, (l.Store(copy, store.index, value),), maker.source)
+            return l.Load(made[x.buffer].stores[0].buffer, x.index, x.inside)
+
+        return transform(term, visit)
+
+    # -- rounding
+
+    def round_factors(self) -> None:
+        """Have every factor of a product that is a multiple of weights stored in the 16 bits of the other factor, where
+        these are what the product is rounded to.
+        """
+        rounded: dict[tuple[l.Buffer, DType], l.Buffer] = {}
+        for kernel in kernels_of(self.program):
+            value = kernel.stores[0].value
+            if not isinstance(value, l.Apply) or value.fn.name != "mul" or len(kernel.stores) > 1:
+                continue
+            for x, y in (value.args, value.args[::-1]):
+                kind = self.narrow(y)
+                if (
+                    isinstance(x, l.Load)
+                    and x.dtype.size == 4
+                    and kind is not None
+                    and self.multiple(x)
+                    and len(self.known.readers[x.buffer]) > (x.buffer in self.weights)
+                    and self.ends_in(kernel, kind)
+                ):
+                    self.round_factor(kernel, x, kind, rounded)
+                    break
+
+    def round_factor(
+        self, kernel: l.Kernel, x: l.Load, kind: DType, rounded: dict[tuple[l.Buffer, DType], l.Buffer]
+    ) -> None:
+        """Have a kernel read a factor in `kind`, which another one stores."""
+        made = []
+        if (x.buffer, kind) not in rounded:
+            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), aligned(kind, x.buffer.type))
+            axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
+            store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
+            made.append(l.Kernel(b.name, axes, (store,), kernel.source))
+            rounded[x.buffer, kind] = b
+            self.say("rounded_factors", x.buffer.name, f"{kernel.name} multiplies it with {kind.name}, in {kind.name}")
+        new = substitute(kernel, {x: _as(l.Load(rounded[x.buffer, kind], x.index, x.inside), x.dtype)})
+        self.replace({kernel: [*made, new]})
+
+    def narrow(self, x: Any) -> DType | None:
+        """The type in 16 bits that a factor is of, whatever constants it is multiplied by."""
+        found = [self.known.unfold(y) for y in self.known.factors(x) if not isinstance(y, l.Literal)]
+        kind = found[0].args[0].dtype if len(found) == 1 and _widens(found[0]) else None
+        return kind if kind is not None and kind.name in self.rates.matrix else None
+
+    def multiple(self, x: Any) -> bool:
+        """Whether a term is weights times something."""
+        if isinstance(x, l.Load):
+            return x.buffer in self.weights or ((term := self.known.of(x)) is not None and self.multiple(term))
+        if not isinstance(x, l.Apply):
+            return isinstance(x, l.Literal) and x.value == 0
+        each = [self.multiple(a) for a in x.args]
+        if x.fn.name == "mul":
+            return any(each)
+        if x.fn.name in ("where", "div"):
+            return all(each[1:]) if x.fn.name == "where" else each[0]
+        return (x.fn.name in ("add", "sub", "neg") or is_cast(x.fn)) and all(each)
+
+    def ends_in(self, kernel: l.Kernel, kind: DType) -> bool:
+        """Whether what a kernel stores is summed and scaled, and then rounded to `kind`, by all who read it."""
+        (store,) = kernel.stores
+        readers = self.known.readers.get(store.buffer, [])
+        if store.buffer in self.known.kept or not readers:
+            return False
+        for s in readers:
+            value = s.stores[0].value
+            while isinstance(value, l.Reduce) and value.monoid.name == "sum":
+                (value,) = value.args
+            linear = [x for x in topological([value], stop=lambda x: isinstance(x, l.Load)) if isinstance(x, l.Apply)]
+            if len(s.stores) > 1 or any(x.fn.name not in ("mul", "add") and not is_cast(x.fn) for x in linear):
+                return False
+            if not any(x.dtype is kind for x in linear) and not self.ends_in(s, kind):
+                return False
+        return True
+
+
+def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]]:
+    """What the axes of a product's kernel must be for it to be the wanted one."""
+    for mine in p.factors:
+        for other in wanted.factors:
+            if not isinstance(mine, l.Load) or not isinstance(other, l.Load) or mine.buffer is not other.buffer:
+                continue
+            places: dict[Any, Any] = {p.axis: wanted.axis}
+            for e, place in zip(mine.index, other.index, strict=True):
+                if isinstance(e, Var) and e is not p.axis:
+                    places[e] = place
+            open_axes = [a for a in p.kernel.axes if a not in places]
+            left = [a for a in (*wanted.kernel.axes, depth) if a not in places.values()]
+            for chosen in permutations(left, len(open_axes)):
+                full = {**places, **dict(zip(open_axes, chosen, strict=True))}
+                if all(a.extent == b.extent for a, b in zip(open_axes, chosen, strict=True)) and Counter(
+                    substitute(x, full) for x in p.factors
+                ) == Counter(wanted.factors):
+                    yield full
+
+
+def _times(factors: list[Any]) -> Any:
+    return reduce(partial(l.apply, "mul"), factors)
+
+
+def _loads(x: Any, buffer: l.Buffer) -> bool:
+    return isinstance(x, l.Load) and x.buffer is buffer
+
+
+def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
+    """Whether a factor is weights, and a product sums over each of their rows alone: it has no axes but theirs. Values
+    that are products, and gradients of these, it multiplies for every column.
+    """
+    if not _loads(x, w.buffer) or not {a for a in p.kernel.axes if a.extent != 1} <= x.free:
+        return False
+    (store,) = w.kernel.stores
+    places = [x.index[d] for d, e in enumerate(store.index) if isinstance(e, Expr) and w.column in e.free]
+    return all(isinstance(e, Expr) and p.axis in e.free for e in places)
+
+
+def _widens(x: Any) -> bool:
+    casts = isinstance(x, l.Apply) and is_cast(x.fn)
+    return casts and x.args[0].dtype.size < x.dtype.size
+
+
+def _as(x: Any, kind: DType) -> Any:
+    return x if x.dtype is kind else l.apply(kind.name, x)

@@ -1,0 +1,1 @@
+"""What is known of indices is not computed."""

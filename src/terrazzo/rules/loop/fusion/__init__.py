@@ -1,0 +1,1 @@
+"""Which kernels become one."""

@@ -1,0 +1,1 @@
+"""How buffers lie in memory."""

@@ -1,0 +1,205 @@
+"""Operands of products that are looked up at places that data says are stored first: tiles of operands lie in memory,
+where it is known before. So are images under windows whose places are found by division or reflection, as those of
+pixels that are shuffled or repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Loaded, Var
+from terrazzo.ir.node import substitute, transformed
+from terrazzo.ir.sites import loads
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.cost import Rates, cost, looked_up
+from terrazzo.rules.loop.layout.images import image, strewn
+
+LONG = 32
+"""Steps of a window from which on points that a thread computes together gain more by places that they share than
+storing the image takes, although the filter is one for all.
+"""
+PASS = "lookups"
+RULE = "store_lookups"
+
+
+def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
+    """`program` with what factors of products look up stored before, once for all that look it up, where that is
+    cheaper.
+
+    @loop
+    def f(t: bf16[40, 16], i: i64[48], w: bf16[32, 16]):
+        with kernel('z', z=f32[48, 32]):
+            for a0 in free(48):
+                in0 = i[a0]
+                for a1 in free(32):
+                    for r0 in reduce(16):
+                        in1 = t[at(in0, 40), r0]
+                        v0 = f32(in1)
+                        in2 = w[a1, r0]
+                        v1 = f32(in2)
+                        v2 = mul(v0, v1)
+                        acc0 <- sum(v2)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(t: bf16[40, 16], i: i64[48], w: bf16[32, 16]):
+        with kernel('z_t', z_t=bf16[48, 16]):
+            for a0 in free(48):
+                in0 = i[a0]
+                for a1 in free(16):
+                    in1 = t[at(in0, 40), a1]
+                    z_t[a0, a1] = in1
+        with kernel('z', z=f32[48, 32]):
+            for a0 in free(48):
+                for a1 in free(32):
+                    for r0 in reduce(16):
+                        in0 = z_t[a0, r0]
+                        v0 = f32(in0)
+                        in1 = w[a1, r0]
+                        v1 = f32(in1)
+                        v2 = mul(v0, v1)
+                        acc0 <- sum(v2)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    if not rates.matrix:  # who looks up on a processor finds it as fast as anything
+        return program
+
+    def find(s: l.Kernel, names: Set[str], known: Mapping[Any, l.Buffer]) -> tuple[l.Kernel, ...] | None:
+        return operands_stored(s, _looked_up, names, known, True)
+
+    def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
+        return cost(s, rates, as_it_is=True), sum(cost(k, rates) for k in found)
+
+    return stored_first(program, log, (PASS, RULE, "looked up on the way"), find, prices)
+
+
+def stored_first(
+    program: l.Program,
+    log: Log,
+    told: tuple[str, str, str],
+    find: Callable[[l.Kernel, Set[str], Mapping[Any, l.Buffer]], tuple[l.Kernel, ...] | None],
+    prices: Callable[[l.Kernel, Sequence[l.Kernel]], tuple[float, float]],
+) -> l.Program:
+    """`program` with kernels in several, as `find` has them: those that store operands, and the one that reads these.
+    It gets the names there are and what is stored already. `prices` are those of both ways; and `told` are the pass,
+    the rule, and how it is done otherwise.
+    """
+    pass_name, rule, otherwise = told
+    steps: list[l.Kernel | l.Call] = []
+    known: dict[Any, l.Buffer] = {}
+    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
+    for s in program.steps:
+        if isinstance(s, l.Kernel) and (found := find(s, names, known)) is not None:
+            *made, whole = found
+            inlined, apart = prices(s, found)
+            said = f"{inlined / 1000:.1f} us {otherwise}, {apart / 1000:.1f} us stored first"
+            log.add(Event(pass_name, rule, s.name, apart < inlined, said))
+            if apart < inlined:
+                log.applied(pass_name, rule, s.name, [s], [*made, whole])
+                known |= {k.stores[0].value: k.stores[0].buffer for k in made}
+                names |= {k.name for k in made}
+                steps += made
+                s = whole
+        steps.append(s)
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def with_lookups_stored(kernel: l.Kernel, rates: Rates) -> float:
+    """What a kernel costs, whether operands of its products that are looked up are stored first or not."""
+    inlined = cost(kernel, rates)
+    found = operands_stored(kernel, _looked_up, frozenset(), {}) if rates.matrix and inlined > rates.launch else None
+    return min(inlined, sum(cost(k, rates) for k in found)) if found is not None else inlined
+
+
+def _looked_up(x: Any) -> bool:
+    return isinstance(x, l.Load) and looked_up([x])
+
+
+def operands_stored(
+    kernel: l.Kernel,
+    wanted: Callable[[Any], bool],
+    names: Set[str],
+    known: Mapping[Any, l.Buffer],
+    images: bool = False,
+) -> tuple[l.Kernel, ...] | None:
+    """Kernels that store those operands of products that are `wanted` and read more than once, at the points of an axis
+    that only the other factor has, but for what is `known` to be stored; and the kernel that reads them. With `images`,
+    so are images under windows. None where there are none, or one of their names is among `names`.
+    """
+    taken: dict[Any, Any] = {}
+    made: list[l.Kernel] = []
+    reduces = [r for r in kernel.terms if isinstance(r, l.Reduce)]
+    scanned = {s.axis for s in kernel.scans}
+    for r in reduces:
+        if (c := contraction(r)) is None:
+            continue
+        again = _read_again(c)
+        for x in (*again, *(_long(c) if images else ())):
+            if x in taken or scanned & x.free:
+                continue
+            around = [a for y in reversed(reduces) if y is not r for a in y.axes]  # reductions that this one is within
+            whole, places = image(x, kernel.axes, r.axes) if images else (x, {})
+            if not (places or (wanted(x) and x in again)):
+                continue
+            walked = [a for a in dict.fromkeys((*kernel.axes, *around, *r.axes, *places)) if a in whole.free]
+            walked = walked if places else _in_order(walked, x)
+            axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
+            value = substitute(whole, dict(zip(walked, axes, strict=True)))
+            name = f"{kernel.name}_{_read(x).buffer.name}"
+            if value not in known:
+                if name in names or name in [k.name for k in made]:
+                    return None
+                place = l.Buffer(name, Type(x.dtype, tuple(a.extent for a in axes)))
+                made.append(l.Kernel(name, axes, (l.Store(place, axes, value),), kernel.source))
+            else:
+                place = known[value]
+            taken[x] = l.Load.make(place, tuple(places.get(a, a) for a in walked), ())
+    if not taken:
+        return None
+    stores = transformed(kernel.stores, lambda x: taken.get(x, x))
+    return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _read_again(c: Contraction) -> tuple[Any, ...]:
+    """The operands that are wanted at several points of an axis which the other factor has alone."""
+    points = [f.free - frozenset(c.reduce.axes) for f in c.factors]
+    more = [any(getattr(a, "extent", 2) != 1 for a in other - own) for own, other in (points, points[::-1])]
+    return tuple(dict.fromkeys(operand(f) for pair in c.terms for f, again in zip(pair, more, strict=True) if again))
+
+
+def _long(c: Contraction) -> tuple[Any, ...]:
+    """The operands at places that division finds at every step of a long window, whatever the other factor knows: what
+    a filter of many taps reads of what was turned.
+    """
+    steps = c.reduce.axes
+    long = all(isinstance(a.extent, int) for a in steps) and math.prod(a.extent for a in steps) >= LONG
+    return tuple(x for x in c.operands if strewn(x, steps)) if long else ()
+
+
+def _read(x: Any) -> l.Load:
+    """What an operand is made of: the load that it is, or its first one."""
+    return x if isinstance(x, l.Load) else loads(x)[0]
+
+
+def _in_order(axes: list[Any], x: Any) -> list[Any]:
+    """Axes as memory runs through them in what a term reads, where it does along them all. What data says where to find
+    is as far apart as what lies beside it in its dimension.
+    """
+    load = _read(x)
+    strides = load.buffer.type.element_strides
+    place = flatten(load.index, strides)
+
+    def step(a: Any) -> Any:
+        looked = (s for e, s in zip(load.index, strides, strict=True) if isinstance(e, Loaded) and a in e.free)
+        return coefficient(place, a) or next(looked, 0)
+
+    steps = {a: step(a) for a in axes}
+    return sorted(axes, key=lambda a: -steps[a]) if all(steps.values()) else axes

@@ -1,0 +1,1 @@
+"""When values are made and how long they are kept."""

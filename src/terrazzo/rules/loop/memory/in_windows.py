@@ -1,0 +1,286 @@
+"""What is stored only to be read soon is made and read in windows of an axis, one after the other.
+
+Parts of a float32 take 6 bytes beside its own 4 (ADR 009), and those of what a large product reads may be most of what
+is in use at a time. Where the kernels that make them, and all that read them, go along one axis, each of them becomes
+several launches that do a window of it, and what is between is as large as one window. The windows of what others made
+are views of it, and results are stored where the whole result is (`ir/regions.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.contraction import nested_contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Var
+from terrazzo.ir.regions import regions
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop.memory.windows import Group, Windows, along_axis, in_ranges, windows_read
+
+PASS = "remake"
+RULE = "in_windows"
+RATE = 4.0
+"""How many times the part of memory must be saved that it takes of the time."""
+LOSS = 0.02
+"""The part of the time of a program that is given for memory at most."""
+WORTH = 64 << 20
+"""Bytes in use from which on it is asked: below, what is faster is taken."""
+SAVED = 0.02
+"""The part of what is in use from which on it is worth having, or twice as many windows are."""
+MOST = 32
+"""Windows of an axis at most."""
+ROWS = 64
+"""Of what a window of a long axis is a multiple: the rows of a tile."""
+ROUNDS = 64
+"""How often it is looked where most memory is in use."""
+LARGEST = 4
+"""Of how many of the largest buffers in use there the readers are tried."""
+
+Steps = Sequence[l.Kernel | l.Call]
+Price = Callable[[Steps], float]
+
+
+def stored_again(maker: l.Kernel) -> bool:
+    """Whether a kernel stores what is in memory already, as parts of numbers or elsewhere, and eager mode would not.
+    What both store may lie there whole, for a product in windows is often slower than the model says: 2048 x 4096 x
+    14336 behind a ReLU took 349 us in two, and 299 to 307 in one (H200).
+    """
+    applied = {x.fn for x in maker.terms if isinstance(x, l.Apply)}
+    return any(f.name == "cut_bf16" for f in applied) or all(map(is_cast, applied))
+
+
+def in_windows(
+    program: l.Program, log: Log, price: Price, wanted: Callable[[l.Kernel], bool] = stored_again, worth: int = WORTH
+) -> l.Program:
+    """`program` with steps that run in windows where most memory is in use, as long as the part of memory that this
+    saves is several times the part of the time that it takes; first what is `wanted`, and who goes along with it.
+
+    @loop
+    def f(x: f32[128, 64]):
+        with kernel('h', h=f32[128, 64]):
+            for a0 in free(128):
+                for a1 in free(64):
+                    in0 = x[a0, a1]
+                    v0 = exp(in0)
+                    h[a0, a1] = v0
+        with kernel('y', y=f32[128]):
+            for a0 in free(128):
+                for r0 in reduce(64):
+                    in0 = h[a0, r0]
+                    acc0 <- sum(in0)
+                y[a0] = acc0
+        return (y,)
+    =>
+    @loop
+    def f(x: f32[128, 64]):
+        x_w, = call('aten.alias.default', view(x, [64, 64], [64, 1], 0), _types=(f32[64, 64],))
+        with kernel('h_w', h_w=f32[64, 64]):
+            for a0 in free(64):
+                for a1 in free(64):
+                    in0 = x_w[a0, a1]
+                    v0 = exp(in0)
+                    h_w[a0, a1] = v0
+        with kernel('y_w', y_w=f32[64]):
+            for a0 in free(64):
+                for r0 in reduce(64):
+                    in0 = h_w[a0, r0]
+                    acc0 <- sum(in0)
+                y_w[a0] = acc0
+        x_w_2, = call('aten.alias.default', view(x, [64, 64], [64, 1], 4096), _types=(f32[64, 64],))
+        with kernel('h_w_2', h_w_2=f32[64, 64]):
+            for a0 in free(64):
+                for a1 in free(64):
+                    in0 = x_w_2[a0, a1]
+                    v0 = exp(in0)
+                    h_w_2[a0, a1] = v0
+        with kernel('y_w_2', y_w_2=f32[64]):
+            for a0 in free(64):
+                for r0 in reduce(64):
+                    in0 = h_w_2[a0, r0]
+                    acc0 <- sum(in0)
+                y_w_2[a0] = acc0
+        y, = call('aten.cat.default', [y_w, y_w_2], 0, _types=(f32[128],))
+        return (y,)
+    """
+    highest = least = max(in_use(program.steps, program.results), default=0)
+    now, whole, spent, taken = program, 0.0, 0.0, 0
+    found: list[tuple[_Done, int, float]] = []
+    for _ in range(ROUNDS):
+        used = in_use(now.steps, now.results)
+        if (most := max(used, default=0)) < worth:
+            break
+        best: tuple[float, float, _Done] | None = None
+        for group in _groups(now, used.index(most), wanted):
+            ways = list(_counted(now, group, used.index(most)))
+            if not ways or _gain(ways[-1], most, 0.0) <= (best[0] if best else 0.0):
+                continue
+            whole = whole or max(price(program.steps), 1.0)
+            for done in ways:
+                more = max(price(done.come) - price(done.gone), 0.0)
+                if spent + more > LOSS * whole:  # and more windows take longer
+                    break
+                gain = _gain(done, most, more / whole)
+                best = max(best or (0.0, 0.0, done), (gain, more, done), key=lambda x: x[0])
+        if best is None or not best[0]:
+            break
+        _, more, done = best
+        now, spent = done.program, spent + more
+        found.append((done, most, more))
+        less = max(in_use(now.steps, now.results))
+        if less < least and (highest - less) / highest > RATE * spent / whole:
+            least, taken = less, len(found)
+    for done, most, more in found[:taken]:
+        why = f"{done.count} windows: {most / 1e6:.1f} MB are in use, and {done.least / 1e6:.1f} MB here then"
+        for s in done.group.kernels:
+            log.add(Event(PASS, RULE, s.name, True, f"{why}, for {more / 1000:.1f} us more"))
+        log.applied(PASS, RULE, done.gone[-1].name, done.gone, done.come)
+    return found[taken - 1][0].program if taken else program
+
+
+def _gain(done: _Done, most: int, more: float) -> float:
+    """The part of memory that is saved where most is in use, less what so large a part of the time is worth."""
+    return (most - done.least) / most - RATE * more
+
+
+class _Uses:
+    """Who makes what in a program, and who reads it."""
+
+    def __init__(self, program: l.Program) -> None:
+        self.kept = {*program.inputs, *program.results}
+        self.place = {s: n for n, s in enumerate(program.steps)}
+        self.maker = {b: s for s in program.steps for b in s.writes}
+        self.readers: dict[l.Buffer, list[l.Kernel | l.Call]] = {}
+        for s in program.steps:
+            for b in s.reads:
+                self.readers.setdefault(b, []).append(s)
+
+    def joins(self, maker: Any) -> bool:
+        """Whether what a step makes can be there in windows: it is no product, which stay whole, and no result."""
+        if not isinstance(maker, l.Kernel) or not self.kept.isdisjoint(maker.writes) or not in_ranges(maker):
+            return False
+        read = all(isinstance(r, l.Kernel) for b in maker.writes for r in self.readers.get(b, ()))
+        return read and not any(isinstance(x, l.Reduce) and nested_contraction(x) for x in maker.terms)
+
+
+def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -> Iterator[Group]:
+    """Kernels that make or read some of the largest of what is wanted and in use at a step, along all their axes."""
+    uses = _Uses(program)
+    at = {b: n for n, s in enumerate(program.steps) for b in s.writes if n <= peak and uses.joins(s)}
+    alive = [b for b in at if b in uses.readers and uses.place[uses.readers[b][-1]] >= peak]
+    seen: set[tuple[frozenset[l.Kernel], frozenset[l.Kernel]]] = set()
+    alive = [b for b in alive if wanted(uses.maker[b])]  # type: ignore[arg-type]
+    made = {uses.maker[b]: b for b in sorted(alive, key=lambda b: b.type.span)}  # the largest of each
+    for b in sorted(made.values(), key=lambda b: -b.type.span)[:LARGEST]:
+        for reader in uses.readers[b]:
+            axes = {a for x in _loads(reader, b) for a in x.free}
+            for axis in (a for a in reader.axes if a in axes and isinstance(a.extent, int)):  # type: ignore[union-attr]
+                group = _closed(uses, reader, axis)  # type: ignore[arg-type]
+                same = group and (frozenset(group.readers), group.makers)
+                if group and same and uses.maker[b] in group.makers and same not in seen:
+                    seen.add(same)
+                    yield group
+
+
+def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
+    """Where a step loads from a buffer."""
+    return [x for x in step.terms if isinstance(x, l.Load) and x.buffer is b] if isinstance(step, l.Kernel) else []
+
+
+def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
+    """The kernels that run in windows together where one that reads something does, along an axis of it."""
+    readers, refused = {reader: axis}, set[l.Kernel]()
+    while True:
+        makers = _makers(uses, readers, refused)
+        others = {r: m for m in makers for b in m.writes for r in uses.readers.get(b, ())}
+        others = {r: m for r, m in others.items() if r not in readers and r not in makers}
+        if not others:
+            break
+        for other, maker in others.items():  # they go along if they read the same windows
+            along = _alike(maker, readers, other)  # type: ignore[arg-type]
+            if along is None:
+                refused.add(maker)
+            else:
+                readers[other] = along  # type: ignore[index]
+    mine = [uses.place[k] for k in (*readers, *makers)]
+    written = {b for k in (*readers, *makers) for b in k.writes}
+    between = (s for s, n in uses.place.items() if min(mine) < n < max(mine) and s not in readers and s not in makers)
+    inside = {b for k in readers for b in k.writes for r in uses.readers.get(b, ()) if r in readers or r in makers}
+    if inside or not all(written.isdisjoint(s.reads) for s in between):
+        return None
+    return Group(readers, makers) if all(map(along_axis, readers, readers.values())) else None
+
+
+def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]) -> frozenset[l.Kernel]:
+    """The kernels that make what readers read windows of, and what those read, as far as that may be there in windows
+    only: where what one makes is not read whole.
+    """
+    found: set[l.Kernel] = set()
+    front = [x.buffer for k, a in readers.items() for x in k.terms if isinstance(x, l.Load) and a in x.free]
+    whole = {x.buffer for k, a in readers.items() for x in k.terms if isinstance(x, l.Load) and a not in x.free}
+    while front:
+        maker = uses.maker.get(front.pop())
+        if maker is None or maker in found or maker in refused or not whole.isdisjoint(maker.writes):
+            continue
+        if uses.joins(maker):
+            found.add(maker)  # type: ignore[arg-type]
+            front += maker.reads
+    return frozenset(found)
+
+
+def _alike(maker: l.Kernel, readers: Mapping[l.Kernel, Var], other: l.Kernel) -> Var | None:
+    """The axis along which another kernel reads the windows that readers read of what one makes."""
+    wanted = {(b, x) for k, a in readers.items() for b in maker.writes for x in windows_read(k, a, b)}
+    extents = {a.extent for a in readers.values()}
+    for axis in (a for a in getattr(other, "axes", ()) if a.extent in extents):
+        theirs = {(b, x) for b in maker.writes for x in windows_read(other, axis, b)}
+        if theirs and theirs <= wanted:
+            return axis  # type: ignore[no-any-return]
+    return None
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A program of which a group runs in windows: the steps that are gone and those that are there instead, and the
+    most bytes that are in use during these.
+    """
+
+    program: l.Program
+    group: Group
+    count: int
+    gone: Steps
+    come: Steps
+    least: int
+
+
+def _counted(program: l.Program, group: Group, peak: int) -> Iterator[_Done]:
+    """The program with a group in more and more windows, as long as that saves memory where most is in use: two may
+    save less than results take that are there from the first one on.
+    """
+    most = least = max(in_use(program.steps, program.results))
+    for count in (1 << n for n in range(1, MOST.bit_length())):
+        size = -(-group.extent // count)
+        size = -(-size // ROWS) * ROWS if size >= ROWS else size
+        if size == group.extent or (size < ROWS and group.extent % count):
+            continue
+        done = Windows(program, group, size).program()
+        if done is None or not _called(done) <= _called(program):  # a piece in pieces lies in none
+            return
+        old, new = set(program.steps), set(done.steps)
+        gone, come = ([s for s in x.steps if s not in y] for x, y in ((program, new), (done, old)))
+        there = {*come, program.steps[peak]}
+        used = in_use(done.steps, done.results)
+        now = max(n for s, n in zip(done.steps, used, strict=True) if s in there)
+        if least - now >= SAVED * most:
+            least = now
+            yield _Done(done, group, -(-group.extent // size), gone, come, now)
+        elif least < most:
+            return
+
+
+def _called(program: l.Program) -> set[l.Call]:
+    """The calls that PyTorch runs."""
+    return {s for s in program.steps if isinstance(s, l.Call)} - regions(program.steps, program.results).calls

@@ -1,0 +1,1 @@
+"""In which types numbers are stored, multiplied and summed."""

@@ -1,0 +1,496 @@
+"""Products in float32 as sums of products of bfloat16, for tensor cores (ADR 009): what the parts of a number are says
+`number_parts`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.loop import apply
+from terrazzo.ir.expr import Bound, Loaded, Var
+from terrazzo.ir.nest import accumulators
+from terrazzo.ir.node import Node, substitute, substituted, topological
+from terrazzo.ir.sites import product
+from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
+from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.precision import scaled_parts as two_parts
+from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, pairs, parts, small_parts, total
+from terrazzo.rules.loop.precision.peaks import peaked
+from terrazzo.rules.loop.precision.scaled_parts import Halves
+from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.walked.threads import step
+
+PASS = "parts"
+RULE = "into_parts"
+ALIGNED = 8
+"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
+
+EVERY_DIGIT = 3
+"""Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
+LITTLE = 2 << 20
+"""Bytes that a kernel writes up to which it takes hardly longer than its launch."""
+
+Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
+"""What is gained by kernels in place of others, or why they are not worth having."""
+Refused = Callable[[l.Kernel, int], str]
+"""Why a kernel is not worth having as products of so many parts, whatever it becomes; or nothing."""
+
+
+def into_parts(
+    program: l.Program,
+    log: Log,
+    count: int,
+    gain: Gain,
+    refused: Refused = lambda kernel, count: "",
+    constant: Collection[l.Buffer] = (),
+    lean: Collection[l.Kernel] = (),
+) -> l.Program:
+    """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
+    most, or, of the `lean` ones, that stores least. What is `refused` is not tried.
+
+    Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
+    it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
+    their way (ADR 016). One launch stores the parts of several factors that are small and of one shape, unless one of
+    them is `constant`: its parts are stored once, and those of others in every call.
+
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('y', y=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    for r0 in reduce(8):
+                        in0 = x[a0, r0]
+                        in1 = x[a1, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    y[a0, a1] = acc0
+        return (y,)
+    =>
+    @loop
+    def f(x: f32[4, 8]):
+        with kernel('x_parts', x_1=bf16[4, 8], x_2=bf16[4, 8], x_3=bf16[4, 8]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    in0 = x[a0, a1]
+                    v0 = abs(in0)
+                    v1 = ge(v0, f32(1.152921504606847e+18))
+                    v2 = eq(in0, f32(0.0))
+                    v3 = lt(v0, f32(inf))
+                    v4 = max(v0, f32(9.183549615799121e-41))
+                    v5 = where(v3, v4, f32(1.0))
+                    v6 = copysign(v5, in0)
+                    v7 = where(v2, in0, v6)
+                    v8 = bf16(v7)
+                    v9 = f32(v8)
+                    v10 = where(v1, v7, v9)
+                    v11 = cut_bf16(v10)
+                    v12 = f32(v11)
+                    v13 = sub(in0, v12)
+                    v14 = mul(v13, f32(64.0))
+                    v15 = bf16(v14)
+                    v16 = f32(v15)
+                    v17 = where(v1, v14, v16)
+                    v18 = where(v3, v17, f32(0.0))
+                    v19 = cut_bf16(v18)
+                    v20 = f32(v19)
+                    v21 = sub(v14, v20)
+                    v22 = mul(v21, f32(64.0))
+                    v23 = bf16(v22)
+                    x_1[a0, a1] = v11
+                    x_2[a0, a1] = v19
+                    x_3[a0, a1] = v23
+        with kernel('y', y=f32[4, 4]):
+            for a0 in free(4):
+                for a1 in free(4):
+                    for r0 in reduce(8):
+                        in0 = x_3[a0, r0]
+                        v0 = f32(in0)
+                        in1 = x_1[a1, r0]
+                        v1 = f32(in1)
+                        v2 = mul(v0, v1)
+                        in2 = x_2[a0, r0]
+                        v3 = f32(in2)
+                        in3 = x_2[a1, r0]
+                        v4 = f32(in3)
+                        v5 = mul(v3, v4)
+                        v6 = add(v2, v5)
+                        in4 = x_1[a0, r0]
+                        v7 = f32(in4)
+                        in5 = x_3[a1, r0]
+                        v8 = f32(in5)
+                        v9 = mul(v7, v8)
+                        v10 = add(v6, v9)
+                        v11 = mul(v10, f32(0.000244140625))
+                        v12 = mul(v3, v1)
+                        v13 = mul(v7, v4)
+                        v14 = add(v12, v13)
+                        v15 = mul(v14, f32(0.015625))
+                        v16 = add(v11, v15)
+                        v17 = mul(v7, v1)
+                        v18 = add(v16, v17)
+                        acc0 <- sum(v18)
+                    y[a0, a1] = acc0
+        return (y,)
+    """
+    work = _Parts(program, log, count, gain, refused, constant, lean)
+    for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
+        work.kernel(kernel)
+    return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
+
+
+def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
+    """A kernel by itself as products of parts, after those that store parts; alone where it has no products of
+    float32.
+    """
+    alone = l.Program("alone", tuple(b for b in kernel.reads), (kernel,), kernel.writes)
+    return into_parts(alone, Log(), count, lambda old, new: (0.0, "")).steps  # type: ignore[return-value]
+
+
+class _Parts:
+    """The steps of a program on their way, and the parts that are in memory, by what they are of: a buffer, or a term
+    and its axes.
+    """
+
+    def __init__(
+        self,
+        program: l.Program,
+        log: Log,
+        count: int,
+        gain: Gain,
+        refused: Refused,
+        constant: Collection[l.Buffer],
+        lean: Collection[l.Kernel],
+    ) -> None:
+        self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
+        self.constant, self.lean = frozenset(constant), frozenset(lean)
+        self.makers: set[l.Kernel] = set()
+        self.steps = list(program.steps)
+        self.made: dict[Any, tuple[l.Buffer | None, ...]] = {}
+        self.scale = SCALE
+        self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
+        self.windows: frozenset[Node] = frozenset()
+        self.inside: frozenset[Node] = frozenset()
+        self.halved: dict[tuple[l.Buffer, int], Halves] = {}
+        self.scaled = False
+
+    def kernel(self, kernel: l.Kernel) -> None:
+        """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
+        of what it reads, which begins elsewhere.
+        """
+        sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
+        products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
+        both = chain(kernel) if products else None
+        outside = _outside(both) if both is not None else []
+        types = {x.dtype for c in (*products, *outside) for x in c.operands}  # type: ignore[attr-defined]
+        whole = types == {f32} or (both is None and f32 in types and types <= {f32, *EXACT})
+        if not whole or any(c.reduce.dtype is not f32 for c in (*products, *outside)):
+            return
+        products += outside
+        self.scale = SCALE if both is None else 1.0
+        why = self.why_not(kernel, sums if both is None else (), products)
+        why = why or self.refused(kernel, self.count)
+        if not why:
+            every = frozenset(x for c in products for x in c.operands if _window(x) or _rearranged(x))
+            for some in dict.fromkeys((self.little(kernel, every), frozenset(), every)):
+                self.windows = some
+                if not (why := self.replace(kernel, products)):
+                    break
+            self.windows = frozenset()
+        self.inside = frozenset()
+        if why:
+            self.log.add(Event(PASS, RULE, kernel.name, False, why))
+
+    def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
+        """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
+        before, made, halved, names = list(self.steps), dict(self.made), dict(self.halved), set(self.names)
+        best: tuple[tuple[float, float], tuple[bool, frozenset[Node]]] | None = None
+        first = ""
+        none = frozenset[Node]()
+        ways = [(False, none), *((False, side) for side in _sides(kernel))]
+        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+            ways.append((True, none))
+        for self.scaled, self.inside in ways:
+            old, new = self.put(kernel, products)
+            gained, why = self.gain(old, new)
+            stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
+            first = first or why
+            if not why and (best is None or (-stored, gained) > best[0]):
+                best = (-stored, gained), (self.scaled, self.inside)
+            self.steps, self.made, self.halved, self.names = list(before), dict(made), dict(halved), set(names)
+        if best is None:
+            self.scaled = False
+            return first
+        _, (self.scaled, self.inside) = best
+        old, new = self.put(kernel, products)
+        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
+        what = f"a product of float32 is {terms} of {'float16' if self.scaled else 'bfloat16'}"
+        for s in new:
+            role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
+            self.log.add(Event(PASS, RULE, s.name, True, role))
+        self.log.applied(PASS, RULE, kernel.name, old, new)
+        self.scaled = False
+        return ""
+
+    def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
+        """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
+        before = list(self.steps)
+        for c in products:
+            for x in () if self.scaled else c.operands:
+                if x not in self.inside and not _made(x):
+                    self.make(x, c, kernel)
+        product = self.halves(kernel, *products) if self.scaled else self.multiplied(kernel, products)
+        self.steps[self.steps.index(kernel)] = product
+        self.forget()
+        old, new = set(before), set(self.steps)
+        return [s for s in before if s not in new], [s for s in self.steps if s not in old]
+
+    def little(self, kernel: l.Kernel, windows: Collection[Any]) -> frozenset[Node]:
+        """Of what a kernel reads less of than there is, that of which it reads half at most, and nobody else multiplies
+        any: such as the values among queries and keys that were turned.
+        """
+        read: dict[l.Buffer, int] = {}
+        for x in (x for x in windows if _window(x)):
+            read[x.buffer] = read.get(x.buffer, 0) + _points(x)
+        few = {b for b, n in read.items() if 2 * n <= math.prod(b.type.static_shape) and not self.known(b)}
+        others = (s for s in self.program.steps if isinstance(s, l.Kernel) and s is not kernel)
+        few -= {b for s in others for b in few.intersection(s.reads) if any(map(_summed, s.carried))}
+        return frozenset(x for x in windows if x.buffer in few)
+
+    def known(self, buffer: l.Buffer) -> bool:
+        """Whether parts of the whole of a buffer are there."""
+        return any(source is buffer for source, *_ in self.made)
+
+    def why_not(self, kernel: l.Kernel, sums: Sequence[Any], products: Sequence[Contraction]) -> str:
+        """Why a kernel stays as it is, whatever that costs; or nothing."""
+        if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
+            return "not all it sums are products of two factors"
+        read = [x for c in products for x in c.operands if not _made(x)]
+        if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
+            return "where a factor is read depends on data, or a factor on its place"
+        if self.count == 3 and any(peaked(x, self.steps) for x in read):
+            return "a factor has numbers added on its diagonal, beside which tensor cores cut off the others"
+        later = self.steps[self.steps.index(kernel) :]
+        for x in [x for x in topological(read) if isinstance(x, l.Load)]:
+            if any(x.buffer in s.writes for s in later):
+                return f"{x.buffer.name} is written again later"
+        sizes = [*kernel.axes, *(a for c in products for a in c.reduce.axes)]
+        if not all(isinstance(a.extent, int) and a.extent > 0 for a in sizes):
+            return "an axis is empty, or its extent is not known"
+        return ""
+
+    # -- parts in memory -----------------------------------------------------------------------------------------------
+
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float]:
+        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; and how they are
+        scaled.
+        """
+        if isinstance(x, l.Load) and x not in self.windows:
+            return x.buffer, (), self.scale
+        own = (*reader.axes, *c.reduce.axes)
+        steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
+        axes = [a for a in (*own, *steps) if a in x.free]
+        if x in self.windows:  # they lie as what they are of does: a copy that turns it stores number by number
+            axes.sort(key=lambda a: step(x, a) == 1)
+        return x, tuple(axes), self.scale
+
+    def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
+        """Have the parts of an operand stored, before who multiplies them."""
+        source, free, _ = key = self.key(x, c, reader)
+        if key in self.made:
+            return
+        whole = source
+        if isinstance(source, l.Buffer):
+            kind, name = _laid_out(source.type), source.name
+            free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
+            whole = l.Load(source, free)
+        else:
+            kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
+            name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
+        buffers = tuple(p and l.Buffer(self.fresh(f"{name}_{n}"), kind) for n, p in enumerate(self.split(x), 1))
+        self.made[key] = buffers
+        if isinstance(source, l.Buffer) and self.beside(source, buffers):
+            return
+        order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+        axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
+        values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
+        stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
+        maker = l.Kernel(self.fresh(f"{name}_parts"), tuple(axes[d] for d in order), stores, reader.source)
+        at = self.steps.index(reader)
+        if at and (both := self.in_one(self.steps[at - 1], maker)):
+            self.steps[at - 1] = maker = both
+        else:
+            self.steps.insert(at, maker)
+        self.makers.add(maker)
+
+    def in_one(self, first: Any, second: l.Kernel) -> l.Kernel | None:
+        """One kernel that stores the parts that two store, where these are small and of one shape, and either both or
+        none of them are the same in every call.
+        """
+        if first not in self.makers or [a.extent for a in first.axes] != [a.extent for a in second.axes]:
+            return None
+        if sum(b.type.span for b in (*first.writes, *second.writes)) > LITTLE:
+            return None
+        if self.constant.issuperset(first.reads) != self.constant.issuperset(second.reads):
+            return None
+        axes = dict(zip(second.axes, first.axes, strict=True))
+        stores = (*first.stores, *(substitute(s, axes) for s in second.stores))
+        return l.Kernel(first.name, first.axes, stores, first.source)
+
+    def split(self, x: Any) -> list[Any]:
+        """The parts of a term: None for those that are always 0."""
+        return parts(x, self.count, self.scale) if x.dtype is f32 else few_parts(x, self.count)
+
+    def beside(self, buffer: l.Buffer, parts_of: Sequence[l.Buffer | None]) -> bool:
+        """Have the kernel that stores a buffer store its parts too, where that is no product itself, and nobody else
+        stores some of it.
+        """
+        makers = [s for s in self.steps if buffer in s.writes]
+        if len(makers) != 1 or buffer in self.program.inputs or not isinstance(step := makers[0], l.Kernel):
+            return False
+        if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
+            return False
+        store, *others = (s for s in step.stores if s.buffer is buffer)
+        if others:  # each stores a part of it
+            return False
+        values = self.split(store.value)
+        more = (l.Store(b, store.index, v) for b, v in zip(parts_of, values, strict=True) if b)
+        self.steps[self.steps.index(step)] = l.Kernel(step.name, step.axes, (*step.stores, *more), step.source)
+        return True
+
+    def forget(self) -> None:
+        """Kernels that store parts no longer store the whole, where nobody reads it any more."""
+        whole = {source for source, free, _ in self.made if not free}
+        found = [(n, s) for n, s in enumerate(self.steps) if len(s.writes) > 1 and not whole.isdisjoint(s.writes)]
+        read = {b for s in self.steps for b in s.reads} | set(self.program.results) if found else set()
+        for n, s in found:
+            gone = {b for b in s.writes if b in whole and b not in read}
+            if isinstance(s, l.Kernel) and gone and gone < set(s.writes):
+                kept = tuple(x for x in s.stores if x.buffer not in gone)
+                self.steps[n] = l.Kernel(s.name, s.axes, kept, s.source)
+
+    def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
+        """A kernel whose product is three of float16, after those that store the two parts of its factors."""
+        found = []
+        for x in map(operand, c.factors):
+            depth = two_parts.depth_of(x, c)
+            assert isinstance(x, l.Load) and depth is not None
+            if (key := (x.buffer, depth)) not in self.halved:
+                laid_out = _laid_out(x.buffer.type, f16)
+                self.halved[key] = new = two_parts.halves(x.buffer, depth, laid_out, self.fresh)
+                maker = two_parts.maker(x.buffer, depth, new, self.fresh(f"{x.buffer.name}_parts"), kernel.source)
+                self.steps.insert(self.steps.index(kernel), maker)
+            found.append(self.halved[key])
+        return two_parts.multiplied(kernel, c, (found[0], found[1]))
+
+    def fresh(self, name: str) -> str:
+        """A name that no buffer has."""
+        found = unused(name, self.names)
+        self.names.add(found)
+        return found
+
+    # -- their products ------------------------------------------------------------------------------------------------
+
+    def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
+        """A kernel whose products are those of parts, inner ones first."""
+        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not _made(x)}
+        return _multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
+
+    def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
+        """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
+        if x in self.inside:
+            return parts(x, self.count)
+        source, free, _ = key = self.key(x, c, kernel)
+        if isinstance(x, l.Load) and isinstance(source, l.Buffer):
+            return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
+        return [b and l.Load(b, free) for b in self.made[key]]
+
+
+@lru_cache(maxsize=1024)
+def _multiplied(
+    kernel: l.Kernel,
+    products: tuple[Contraction, ...],
+    read: tuple[tuple[Node, tuple[Node | None, ...]], ...],
+    count: int,
+    scale: float,
+) -> l.Kernel:
+    """A kernel whose products are those of the parts that are `read` for their operands; factors that are made of what
+    was summed inside are made into parts there.
+    """
+    known, new = dict(read), dict[Any, Any]()
+    for c in products:
+        axes, _ = l.open_binder(c.reduce)
+        own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
+        every = map(operand, c.factors)
+        a, b = (small_parts(substitute(x, new), count) if _made(x) else known[x] for x in every)
+        there = [(i + j, x, y) for i, j in pairs(count) if (x := a[i]) is not None and (y := b[j]) is not None]
+        terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
+        new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, scale),))
+    stores = substituted(kernel.stores, new)
+    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _outside(c: Chain) -> list[Contraction]:
+    """The sums outside of a chain."""
+    every = accumulators(c.kernel)
+    found = [nested_contraction(every[name]) for name, _ in c.outside]
+    return [x for x in found if x is not None]
+
+
+def _summed(x: Node) -> Contraction | None:
+    return nested_contraction(x) if isinstance(x, l.Reduce) else None
+
+
+def _made(x: Node) -> bool:
+    """Whether a factor is made of what was summed inside."""
+    return any(isinstance(y, l.Reduce) for y in topological([x]))
+
+
+def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
+    """The operands of either side of a product, the larger ones first: their parts may be made on their way."""
+    if (p := product(kernel)) is None:
+        return []
+    sides = [frozenset(operand(p.factors(c)[n]) for c in p.sites) for n in range(2)]
+    sides = [side for side in sides if all(x.dtype is f32 for x in side)]  # type: ignore[attr-defined]
+    return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
+
+
+def _window(x: Node) -> bool:
+    """Whether an operand is a smaller part of its buffer, every element of which is there."""
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    return _points(x) < math.prod(x.buffer.type.static_shape)
+
+
+def _points(x: Any) -> int:
+    """How many elements a load reads."""
+    return math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
+
+
+def _rearranged(x: Node) -> bool:
+    """Whether an axis of a product goes through memory in no even steps, as heads do in gradients that are stacked:
+    where that is no box of memory, parts of the buffer would not be either.
+    """
+    if not isinstance(x, l.Load) or x.inside:
+        return False
+    place = flatten(x.index, x.buffer.type.element_strides)
+    return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
+
+
+def _laid_out(kind: Type, dtype: DType = bf16) -> Type:
+    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
+    order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
+    return plain if found.element_strides == plain.element_strides else found
+
+
+def _stride(kind: Type, d: int) -> float:
+    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
+    found = kind.element_strides[d]
+    return found if isinstance(found, int) and found else float("inf")

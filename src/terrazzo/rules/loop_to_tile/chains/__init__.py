@@ -1,0 +1,1 @@
+"""Schedules of a product of a product, as in attention."""

@@ -1,0 +1,82 @@
+"""A product under other axes: as few as possible, which makes fewer tiles; or one for every digit, as TMA needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import Product, product
+from terrazzo.rules.loop_to_tile.candidate import Rewrite
+from terrazzo.rules.loop_to_tile.products import warpgroups
+from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart, flat_products, merge_axes, merge_product_axes
+from terrazzo.rules.loop_to_tile.walked.threads import size_of, step
+
+
+@dataclass(frozen=True)
+class Form:
+    """A product, and the rewrites that led to its axes."""
+
+    kernel: l.Kernel
+    rewrites: tuple[Rewrite, ...] = ()
+
+    def then(self, rewrite: str, kernel: l.Kernel) -> Form:
+        """The same after one rewrite more."""
+        return Form(kernel, (*self.rewrites, (rewrite, self.kernel, (kernel,))))
+
+
+@lru_cache(maxsize=256)
+def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
+    """Axes that the same factors know as one; and those of steps, where instructions of warpgroups take that."""
+    form = Form(kernel).then("merge_product_axes", merge_product_axes(kernel, p.sites))
+    flat = flat_products(form.kernel)
+    steps = flat.stores != form.kernel.stores and on_warpgroups(flat, gpu)
+    return form.then("flat_products", flat) if steps else form
+
+
+@lru_cache(maxsize=256)
+def apart(form: Form) -> Form:
+    """An axis for every digit, but one for those along which all that is read and stored runs as if it were one: pixels
+    of an image whose channels come first.
+    """
+    digits = form.then("digits_apart", digits_apart(form.kernel))
+    found = product(digits.kernel)
+    for run in _runs(found) if found is not None else ():
+        digits = digits.then("merge_axes", merge_axes(digits.kernel, run))
+    return digits
+
+
+def _runs(p: Product) -> list[list[Any]]:
+    """Neighbouring axes of a product that the same factors know, and that are one in memory wherever they are read."""
+    terms = topological([s.value for s in p.kernel.stores])
+    accesses = [x for x in terms if isinstance(x, l.Load)] + [l.Load(s.buffer, s.index) for s in p.kernel.stores]
+
+    def one(a: Any, b: Any) -> bool:
+        knows = [(a in f.free, b in f.free) for c in p.sites for f in c.factors]
+        both = [(step(x, a), step(x, b)) for x in accesses if a in x.free or b in x.free]
+        return all(x == y for x, y in knows) and all(y is not None and x == y * size_of(b) for x, y in both)
+
+    runs: list[list[Any]] = []
+    for a in p.kernel.axes:
+        if runs and one(runs[-1][-1], a):
+            runs[-1].append(a)
+        else:
+            runs.append([a])
+    return [x for x in runs if len(x) > 1]
+
+
+def for_warpgroups(kernel: l.Kernel, gpu: Gpu) -> list[Form]:
+    """The forms of a product that instructions of warpgroups take: merged, if they do, else apart, else as it is."""
+    if (p := product(kernel)) is None:
+        return []
+    first = merged(kernel, p, gpu)
+    return [x for x in (first, apart(first), Form(kernel)) if on_warpgroups(x.kernel, gpu)]
+
+
+def on_warpgroups(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether a kernel is a product that instructions of warpgroups take."""
+    p = product(kernel)
+    return p is not None and bool(warpgroups.instructions_for(p, gpu)[0])

@@ -1,0 +1,83 @@
+"""How results leave the tiles of warpgroups: from registers, or gathered in shared memory, in boxes or whole rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.hw import tma
+from terrazzo.hw.gpu import Warpgroups
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.schedule import Factor, Like, Operand, Site
+from terrazzo.ir.sites import Product
+from terrazzo.rules.access import box
+from terrazzo.rules.loop_to_tile.products.results import along
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import LEAST, ROWS, Tile
+from terrazzo.rules.swizzles import swizzled
+from terrazzo.rules.tile.draft import axis_name
+
+RESULTS = 2
+"""Subtiles of results on their way."""
+TURNED = 128
+"""Columns of a tile from which on results that run along its rows gather in shared memory."""
+
+
+def result_sites(p: Product, t: Tile, by: str) -> Sequence[Site]:
+    """How stores see the tile."""
+    if not by:
+        stores = tuple(dict.fromkeys(b.name for b in p.kernel.writes))
+        return (Site(stores, tuple((axis_name(a), Like(p.names[0])) for a in (p.m, p.n))),)
+    width = t.width
+    time = Factor("time", t.n // width, (("ring", RESULTS),))
+    return [
+        Site(
+            (s.buffer.name,),
+            ((t.columns.name, (time, Factor("block", width))),),
+            ((s.buffer.name, Operand("smem", (("by", by), ("swizzle", swizzled(2 * _row(s, t)))))),),
+        )
+        for s in {s.buffer: s for s in p.kernel.stores}.values()
+    ]
+
+
+def _row(store: l.Store, t: Tile) -> int:
+    """Elements of a row of a subtile of results: of its columns, or of a warpgroup's rows where memory runs so."""
+    return t.width if along(store, t.columns) else t.each * ROWS
+
+
+def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
+    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
+    by = leaves(p, t)
+    if not by:
+        return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
+    return has.gathered if by == "tma" else has.rows
+
+
+def leaves(p: Product, t: Tile) -> str:
+    """How results of 16 bits leave shared memory: by TMA, where they are boxes, or by the threads, in whole rows, where
+    rows begin anywhere. Those that run along the tile's rows do so where it has many columns. Others leave registers
+    (nothing).
+    """
+    if t.n >= TURNED and t.each == 1 and _leave_turned(p, t.rows, t.columns, t.width):
+        return "tma"
+    return _leave(p, t.rows, t.m, t.columns, t.width) if t.n >= LEAST else ""
+
+
+@lru_cache(maxsize=4096)
+def _leave_turned(p: Product, rows: Any, columns: Any, width: int) -> bool:
+    """Whether results run along the tile's rows, in boxes of a warpgroup's."""
+    known = all(along(s, rows) and not along(s, columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores)
+    return known and all(_is_box(s, columns, width, rows, ROWS) for s in p.kernel.stores)
+
+
+@lru_cache(maxsize=4096)
+def _leave(p: Product, rows: Any, m: int, columns: Any, width: int) -> str:
+    if not all(along(s, columns) and s.buffer.type.dtype.size == 2 for s in p.kernel.stores):
+        return ""
+    return "tma" if all(_is_box(s, rows, m, columns, width) for s in p.kernel.stores) else "ld"
+
+
+@lru_cache(maxsize=4096)
+def _is_box(store: l.Store, rows: Any, m: int, columns: Any, width: int) -> bool:
+    found = box(store, {rows: m, columns: width})
+    return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)

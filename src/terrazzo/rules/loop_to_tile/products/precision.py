@@ -1,0 +1,136 @@
+"""Whether a product in float32 is faster as products of bfloat16 on the instructions of warpgroups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.ir.sites import Product, no_product, product
+from terrazzo.rules.loop.precision.number_parts import SCALE
+from terrazzo.rules.loop_to_tile.chains import chains
+from terrazzo.rules.loop_to_tile.chains.chain import chain
+from terrazzo.rules.loop_to_tile.estimate import expected
+from terrazzo.rules.loop_to_tile.products import tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.apart import products_apart
+from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
+from terrazzo.rules.loop_to_tile.walked.threads import size_of, step
+from terrazzo.rules.tile.complete import Refused
+from terrazzo.rules.tile_to_kernel.lower import derived
+
+DEPTH = 128
+"""A tensor core truncates where CUDA cores round, which shows in short sums in which few products are large: of 128
+log-normal ones the error is 1.4 times that of float32, of 64 it is 1.7 times that.
+"""
+ROWS = 64
+"""An instruction's."""
+FEW = 16
+"""Rows, or columns, for which CUDA cores multiply as fast as memory brings the other factor: 16 x 3584 x 18944 took 103
+us there and 107 in parts, and twice as many rows 134 and 104 (H200, 23 November 2026).
+"""
+
+
+ACROSS, FIRST = 4.0, 20_000.0
+"""How many times as long as by what it moves a kernel takes that scales rows which lie across memory, and nanoseconds
+besides: it goes through them three times, and few threads have a row. Not measured, and rather too much.
+"""
+
+
+def gain(
+    before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]
+) -> tuple[float, str]:
+    """The nanoseconds gained by `after`, the last of which multiplies parts, in place of `before`; or why they are not
+    worth having.
+    """
+    time, why = _in_parts(after, gpu, lost)
+    if why or chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
+        return 0.0, why
+    old = expected(before, gpu)
+    new = time + sum(_makes(x, gpu) for x in after[:-1])
+    told = f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+    return old - new, "" if new < old else told
+
+
+def _makes(maker: l.Kernel, gpu: Gpu) -> float:
+    """What a kernel takes that stores parts, whose rows may lie across memory."""
+    time = expected([maker], gpu)
+    crossed = any(
+        isinstance(x, l.Load) and a in x.free and step(x, a) != 1
+        for r in maker.carried
+        for a in (r.axes if isinstance(r, l.Reduce) else ())
+        for x in topological(r.args)
+    )
+    return time * ACROSS + FIRST if crossed else time
+
+
+def no_gain(kernel: l.Kernel, count: int, gpu: Gpu) -> str:
+    """Why a kernel is not worth having as products of so many parts, whichever are stored: found before any is written
+    down, since most small products of a long graph are none. Nothing where that is to be seen.
+    """
+    if "wgmma" not in gpu.features:
+        return f"parts are multiplied by wgmma, and the target is {gpu.arch}"
+    if chain(kernel) is not None or (p := product(kernel)) is None:
+        return ""
+    a, b = p.factors(p.sites[0])
+    sides = a.free - b.free, b.free - a.free
+    rows, columns = (math.prod(size_of(x) for x in kernel.axes if x in own) for own in sides)
+    return _few(rows, columns) or _short(p, SCALE ** (1 - count))
+
+
+def _few(rows: int, columns: int) -> str:
+    """Why so many results, of all axes that one factor alone knows, are too few; or nothing."""
+    if max(rows, columns) < ROWS:
+        return f"{rows} x {columns} results fill no tile of {ROWS} rows"
+    return f"{rows} x {columns} results wait for memory on CUDA cores too" if min(rows, columns) <= FEW else ""
+
+
+def _short(p: Product, least: float) -> str:
+    """Why sums are too short of which the smallest products are scaled so; or nothing."""
+    depth = math.prod(map(size_of, p.axes))
+    few = f"it sums {depth} products, and CUDA cores are as exact where there are fewer than {DEPTH}"
+    return few if depth < DEPTH and least <= SCALE**-2 else ""
+
+
+def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What the last of the kernels, a product of parts, takes on warpgroups; or why it is none that they take."""
+    if chain(after[-1]) is not None:
+        why = chains.refusal(after[-1], gpu, lost)
+        return (math.inf if why else 0.0), why
+    if (p := product(after[-1])) is None:
+        return math.inf, no_product(after[-1]) or "it is no product"
+    whole = product(merged(after[-1], p, gpu).kernel) or p
+    if why := _few(whole.m.extent, whole.n.extent) or _short(whole, min(min(c.scales) for c in whole.sites)):
+        return math.inf, why
+    time, why = _multiplied(after[-1], gpu, lost)
+    if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
+        found = [_multiplied(x, gpu, lost) for x in each]
+        if (apart := sum(t for t, _ in found)) < time:
+            time, why = apart, ""
+    return time, why
+
+
+def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What a product takes on warpgroups; or why it does not run there."""
+    forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
+    if not forms:
+        p = product(kernel)
+        return math.inf, warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel)
+    return _built(forms, gpu, lost)
+
+
+def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What the best plan on warpgroups takes, in one piece or in several, where a kernel can be derived that was not
+    lost; or why there is none.
+    """
+    why = "no tile of it is filled by half"
+    for p in forms:
+        plans = warpgroups.plans(p, gpu)
+        for plan in [x for x in plans if x.pieces == 1][: tiles.MOST]:
+            made = derived(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
+            why = made.reason if isinstance(made, Refused) else lost(made)
+            if not why:
+                return min(x.time for x in plans if x is plan or x.pieces > 1), ""
+    return math.inf, why

@@ -1,0 +1,157 @@
+"""Ways to run a product: in boxes of what is read at moved places, after its operands were stored, in tiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr
+from terrazzo.ir.schedule import Schedule
+from terrazzo.ir.sites import Product, loads, product
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
+from terrazzo.rules.loop_to_tile.pinned import as_pinned
+from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
+from terrazzo.rules.loop_to_tile.products.packed import packed
+from terrazzo.rules.loop_to_tile.products.stored import stored
+from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, tiled
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
+from terrazzo.rules.loop_to_tile.walked.crossed import points
+from terrazzo.rules.tile.complete import Refused, complete
+
+
+def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles,
+    those after stored operands among them. Operands are copied first, where memory runs otherwise than boxes do.
+    """
+    whole, copies, form, found = _boxes(kernel, p, gpu)
+    if found is None or not (plans := boxes.plans(found, gpu)):
+        return
+    why = "boxes are brought in along what is summed over, and memory runs otherwise"
+    first, before = copied(copies, why, gpu, pinned)
+    others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
+    for plan in plans:
+        if plan.time + before < others:
+            chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
+            done = joined((first, Candidate((chosen,))))
+            yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+
+
+def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
+    _, copies, _, found = _boxes(kernel, p, gpu)
+    plans = boxes.plans(found, gpu) if found is not None else []
+    return min((x.time for x in plans), default=math.inf) + sum(boxes.copying(x, gpu) for x in copies)
+
+
+def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu) -> tuple[l.Kernel, Sequence[l.Kernel], l.Kernel, boxes.Moved | None]:
+    """A product whose filters lie along one axis, the copies of its operands, itself after these, and what it reads at
+    moved places.
+    """
+    whole = merge_axes(kernel, _columns(p))
+    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
+    return whole, copies, form, boxes.moved(form)[0]
+
+
+def _columns(p: Product) -> list[Any]:
+    """The axes of filters, which instructions take as one: those that the factor knows that is read nowhere beside its
+    place.
+    """
+    for f, g in (pair for c in p.sites for pair in (c.factors, c.factors[::-1])):
+        if any(e.free & set(p.axes) and e.free - set(p.axes) for x in loads(f) for e in x.index if isinstance(e, Expr)):
+            return [a for a in p.kernel.axes if a in g.free - f.free]
+    return []
+
+
+def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:
+    """Kernels that copy operands, with their schedules, and the nanoseconds they take."""
+    found: list[Candidate] = []
+    for x in copies:
+        if x.name in pinned:
+            found.append(Candidate((as_pinned([x], pinned, gpu),)))
+        else:
+            form, chosen, _, rewrite = points(x, gpu)
+            found.append(Candidate(((form, chosen, "points", why),)).after((rewrite, x, (form,))))
+    return joined(found), sum(boxes.copying(x, gpu) for x in copies)
+
+
+def after(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of the best tiles of a product after kernels that store its operands; infinity where it has none."""
+    ways = stored(merged(kernel, p, gpu).kernel, gpu)
+    return min((x.time + way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), default=math.inf)
+
+
+def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product after kernels that store its operands as TMA takes them, where the model says that it is faster than
+    other tiles.
+    """
+    form = merged(kernel, p, gpu)
+    if not (ways := list(stored(form.kernel, gpu))):
+        return
+    digits = apart(form).kernel
+    others = min(_soonest(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)
+    found: list[tuple[int, Candidate, list[Rewrite], Product, warpgroups.Plan]] = []
+    for way in ways:
+        why = "TMA brings what lies in memory, in rows that begin at multiples of 16 bytes"
+        copies, before = copied([*way.made, *way.copies], why, gpu, pinned)
+        rewrites: list[Rewrite] = [
+            *form.rewrites,
+            (way.rewrite, form.kernel, (way.base,)),
+            (way.how, way.base, (*way.made, way.whole)),
+            ("padded", way.whole, (*way.copies, way.form)),
+        ]
+        plans = [x for x in tiles.on_warpgroups(way.product, gpu) if x.time + before < others]
+        found += [(warpgroups.alike(x.time + before), copies, rewrites, way.product, x) for x in plans]
+    for _, first, rewrites, again, plan in sorted(found, key=lambda x: x[0]):
+        for done in _planned(again, plan, gpu, pinned):
+            yield joined((first, done)).after(*rewrites)
+
+
+def in_tiles(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in tiles: on the instructions of warpgroups or of warps, by what the model says, then on CUDA cores.
+
+    Axes are merged first, which makes fewer tiles; where that is no tensor TMA knows, digits are axes again.
+    """
+    whole = merged(kernel, p, gpu)
+    digits = apart(whole)
+    found = [whole]
+    found += [Form(kernel)] if whole.kernel is not kernel else []
+    if not on_warpgroups(whole.kernel, gpu) and on_warpgroups(digits.kernel, gpu):
+        first = 0 if best(digits.kernel, gpu) < _soonest(whole.kernel, gpu) else len(found)
+        found.insert(first, digits)
+    for form in found:
+        again = product(form.kernel)
+        assert again is not None
+        for plans in (tiles.plans, tiles.on_cores) if form is whole else (tiles.plans,):
+            for plan in plans(again, gpu):
+                for candidate in _planned(again, plan, gpu, pinned):
+                    yield candidate.after(*form.rewrites)
+
+
+def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A product in the tiles of a plan: as one kernel, or as two where blocks share its steps."""
+    if plan.pieces == 1:
+        yield Candidate((tiled(p, plan, gpu),))
+    else:
+        yield from in_pieces(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
+
+
+@lru_cache(maxsize=1024)
+def best(kernel: l.Kernel, gpu: Gpu) -> float:
+    """By the model, the nanoseconds of the best tile of a product that can be derived."""
+    if (p := product(kernel)) is None:
+        return math.inf
+    for plan in tiles.plans(p, gpu):
+        if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
+            return plan.time
+    return math.inf
+
+
+def _soonest(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What the best tile takes, by the model, whether it can be derived or not."""
+    p = product(kernel)
+    return min((x.time for x in tiles.plans(p, gpu)), default=math.inf) if p is not None else math.inf

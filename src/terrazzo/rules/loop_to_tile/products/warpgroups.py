@@ -1,0 +1,451 @@
+"""Schedules of products on the instructions of warpgroups: which tile, which cluster, who loads, by a model of what
+each costs. The model's numbers are those of the machine's record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from terrazzo.hw import tma
+from terrazzo.hw.gpu import Gpu, Warpgroups
+from terrazzo.hw.products import missing
+from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
+from terrazzo.ir.concatenated import concatenated, loaded
+from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
+from terrazzo.ir.sites import Product, called, made_of
+from terrazzo.rules.access import box
+from terrazzo.rules.loop.precision.number_parts import every_digit
+from terrazzo.rules.loop_to_tile.products.leaving import RESULTS, leaves, result_rate, result_sites
+from terrazzo.rules.loop_to_tile.products.making import (
+    BEFORE,
+    BEHIND,
+    MADE,
+    MADE_ALONE,
+    converted,
+    making,
+    not_converted,
+    promotes,
+)
+from terrazzo.rules.loop_to_tile.products.results import along, results
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
+    COLUMNS,
+    GROUP,
+    LEAST,
+    ROWS,
+    WIDE,
+    Tile,
+    abreast,
+    cuts,
+    runs,
+    shapes,
+    sharing,
+    step,
+    steps,
+)
+from terrazzo.rules.loop_to_tile.products.work import STEP, Work, clock, facts_of, lasts
+from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid
+from terrazzo.rules.swizzles import swizzled
+from terrazzo.rules.tile.draft import axis_name
+
+PIECES = 8
+"""Tensors that an operand may be one after the other, at most: each has a tensor map of 128 bytes among the arguments
+of a kernel, of 4096 in all, and who loads asks in every step which of them it is.
+"""
+SLOTS = 8
+"""Of a ring, at most."""
+ENOUGH = 5
+"""Slots to which others add nothing (benchmarks/fits/h200-tiles.json), unless factors are parts, whose steps are
+longer: Linear(3584, 18944) on 32 rows in bf16 was within 3 % of 36 us with five slots of 256 x 32 x 64, and took 50
+with a sixth, in the memory that results need where they do not leave registers (H200).
+"""
+PROMOTION = 25.0
+"""Nanoseconds for each 64 columns, for waiting for those of a step's products that are promoted together and adding
+them up, where no other warpgroup multiplies meanwhile. Fitted to the same products as `MADE_ALONE`.
+"""
+LONG, REACH = 600_000.0, 1100.0
+"""Nanoseconds. A product of this length runs at the limit of power, where what is fetched takes energy, and so time. In
+clusters of two along its rows, tiles of 128 x 256 that both warpgroups share took 0.96 to 0.99 of what they took alone
+(four products of 0.7 to 2.8 ms, twice, each for a tenth of a second at a time), and 0.98 and 1.02 in a square of 16384;
+where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x 192 are on their way for a microsecond
+only, and clusters took 1.01 to 1.03 (H200).
+"""
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
+"""Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
+
+
+class Plan(NamedTuple):
+    """A tile of a product, in so many pieces of k, and the nanoseconds the model gives it."""
+
+    tile: Tile
+    pieces: int
+    instruction: WarpgroupInstruction
+    time: float
+
+    @property
+    def unit(self) -> int:
+        """What pieces of k are multiples of."""
+        return self.tile.k
+
+    def __str__(self) -> str:
+        t = self.tile
+        cluster = f", clusters of 2 along {axis_name(t.split)}" if t.split else ""
+        cluster += f", whose steps {t.share} blocks share" if t.share > 1 else ""
+        cluster += ", in turns" if t.turns else ""
+        tile = f"{t.m} ({axis_name(t.rows)}) x {t.n} ({axis_name(t.columns)}) x {t.k}"
+        return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
+
+
+def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
+    """Every plan that may fit, best first; none where the machine has no such instructions or they take other types. Of
+    those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
+    all ask at once, and of squarer tiles, which read less.
+    """
+    return _plans(p.nameless, gpu)
+
+
+@lru_cache(maxsize=256)
+def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
+    found: list[tuple[Plan, int]] = []
+    if gpu.warpgroups is None:
+        return ()
+    for i in instructions_for(p, gpu)[0]:
+        for tile in (*(shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *abreast(p, i.shape[1])):
+            if tile.split is None:  # those that clusters divide follow it
+                alone = whole = work_of(p, tile, gpu, gpu.warpgroups)
+            else:
+                whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
+            if tile.turns and not _takes_turns(p, tile, whole.tiles, gpu):
+                continue
+            blocks = whole.tiles * tile.blocks
+            for s, time in _times(p, tile, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
+                found.append((Plan(tile, s, i, time), blocks * s))
+            for x in sharing(p, tile, whole.tiles, gpu):
+                work = work_of(p, x, gpu, gpu.warpgroups)
+                waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
+                found.append((Plan(x, 1, i, lasts(work, gpu) * waits), work.tiles * x.blocks))
+
+    def order(x: tuple[Plan, int]) -> tuple[float, ...]:
+        plan, blocks = x
+        fetched = _at_the_limit(p, plan, gpu) if plan.time >= LONG and not (promotes(p) or converted(p)) else 0.0
+        return alike(plan.time), fetched, ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
+
+    return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
+
+
+def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
+    """Bytes that are fetched for a result and a step, where blocks of a cluster that share them need not wait for each
+    other: while one slot is multiplied and another is about to be freed, the rest of a ring is on its way.
+    """
+    has, tile = gpu.warpgroups, plan.tile
+    assert has is not None
+    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
+    if (_slots(p, tile, gpu) - 2) * step < REACH:
+        tile = replace(tile, split=None)
+    return _fetched(p, tile, has) / (tile.m * tile.n)
+
+
+def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
+    """Whether a block has several tiles, one of which may be stored while the next is multiplied. Where results leave
+    from registers, ptxas moves what is done with them to before the last products are waited for. What they read is
+    fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
+    with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
+    """
+    wide = tile.width == WIDE or not _reads(p)
+    return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
+
+
+def _reads(p: Product) -> bool:
+    """Whether results are made of more than sums."""
+    return results(p).moved > results(p).stored * results(p).points
+
+
+def alike(time: float) -> int:
+    """A number that times have in common which differ by half a percent at most: less than the model knows."""
+    return round(200 * math.log(time))
+
+
+def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:
+    """The instructions that take a product's operands on this machine, or none and why."""
+    types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
+    if len(types) != 1:
+        return [], "its factors are of different types"
+    if (short := p.axes[-1].extent) < STEP and len(p.axes) > 1:
+        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
+    if why := not_converted(p, step(p)):
+        return [], why
+    for x in p.operands:
+        every = dict.fromkeys([*loaded(x), made_of(x)])
+        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p) for y in every if y is not None))), ""):
+            return [], f"{called(x)}: {why}"
+    (kind,) = types
+    total = p.sites[0].reduce.dtype
+    known = [i for i in INSTRUCTIONS if i.operand is kind and i.d.dtype is total]
+    if not known:
+        return [], f"it adds up no products of {kind} in {total}"
+    if lacks := missing(known[0], gpu):
+        return [], f"it needs {lacks}, and the target is {gpu.arch}"
+    return known, ""
+
+
+def _no_steps(x: Any, p: Product) -> str:
+    """Why an operand that is one tensor after the other does not come step by step; nothing where it does, or is not
+    such a one: a step has one of them, which all lie alike.
+    """
+    pieces = concatenated(x)
+    if len(pieces) > PIECES:
+        return f"it is {len(pieces)} tensors one after the other, and a kernel takes {PIECES} at most"
+    if any(y.axis is not p.axes[-1] or y.first % step(p) for y in pieces):
+        return "a tensor ends within a step, and another begins"
+    runs = {next((a for a in (p.m, p.n, *p.axes) if along(y.load, a)), None) for y in pieces}
+    return "memory runs along one axis of a tensor, and along another of the next" if len(runs) > 1 else ""
+
+
+def _no_boxes(x: Any, p: Product) -> str:
+    """Why TMA moves no boxes of an operand, however long they are; nothing where it may."""
+    found = box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free})
+    if isinstance(found, str):
+        return found
+    if found.along[-1] is None:
+        return "memory runs along no axis of the product"
+    return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // x.dtype.size), 0)
+
+
+def _promotions(p: Product, tile: Tile) -> int:
+    """How often in a step: products that are scaled alike are added up together; where someone wants all digits, the
+    large ones of a long step in two halves.
+    """
+    scales = p.sites[0].scales
+    return len(set(scales)) + (every_digit(scales) and tile.k == STEP)
+
+
+def _clusters(p: Product, tile: Tile) -> int:
+    rows, columns = tile.clusters
+    return facts_of(p).batch * rows * columns
+
+
+def _bytes(p: Product, tile: Tile) -> int:
+    """Of a step in shared memory: every operand has a slab of its own."""
+    m, n, rows = tile.m, tile.n, tile.rows
+    return sum((m if rows in x.free else n) * x.size for x in facts_of(p).sources) * tile.k
+
+
+def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
+    """Of a ring, beside results on their way, or in their place where they leave registers."""
+    size, room, rows = _bytes(p, tile), gpu.shared - 2048, tile.m * tile.teams // tile.groups
+    found = min(SLOTS, (room - RESULTS * rows * tile.width * 2 * len(set(p.kernel.writes))) // size)
+    if not leaves(p, tile):
+        found = max(found, min(SLOTS if promotes(p) else ENOUGH, room // size))
+    given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
+    return found if given <= found * size else found - ceil(given, size)
+
+
+def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) -> float:
+    """Nanoseconds in which a processor computes so many results of a product from its sums. A thread has those of two
+    rows, for both of which it computes what depends on the column alone. In a tile, it loads two of a row at once, but
+    one by one what memory runs across the rows in.
+    """
+    r = results(p)
+    if tile is None:
+        computed = r.operations + r.alone[p.n] / 2
+        return points * (r.read / has.read + computed / has.after)
+    computed = r.operations + r.alone[tile.columns] / 2 + r.alone[tile.rows] * 4 / tile.n
+    return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
+
+
+def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
+    """What the kernel of a tile does, in one piece."""
+    outer, inner = steps(p, tile)
+    return Work(
+        tile.m, tile.n, facts_of(p).terms, _clusters(p, tile), tile.blocks,
+        steps=outer * ceil(inner, tile.share),
+        fetched=_fetched(p, tile, has),
+        held=_bytes(p, tile),
+        slots=_slots(p, tile, gpu),
+        results=results(p).stored,
+        rate=result_rate(p, tile, has) * tile.parts,
+        least=_least(p, tile, has),
+        extra=_extra(p, tile, gpu),
+        depth=tile.k,
+        after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
+        readers=_readers(tile, gpu.processors // tile.blocks),
+        shared=tile.share > 1,
+        parts=promotes(p) and tile.k == STEP,
+        wide=tile.n * tile.abreast,
+        made=_made(p, tile, gpu),
+        alone=tile.groups == 1,
+        turns=tile.turns,
+    )  # fmt: skip
+
+
+def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
+    """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
+    return alone._replace(
+        tiles=_clusters(p, tile),
+        blocks=tile.blocks,
+        fetched=_fetched(p, tile, has),
+        least=_least(p, tile, has),
+        readers=_readers(tile, gpu.processors // tile.blocks),
+    )
+
+
+def _times(
+    p: Product, tile: Tile, whole: Work, cut: Iterable[int], gpu: Gpu, has: Warpgroups
+) -> Iterator[tuple[int, float]]:
+    """What the kernel of a tile takes in so many pieces each; in several it pays for its partial sums."""
+    parts: Callable[[int, int, float], float] | None = None
+    for pieces in cut:
+        if pieces == 1:
+            yield 1, lasts(whole, gpu)
+            continue
+        if parts is None:
+            count, (outer, inner) = len(p.sites), steps(p, tile)
+            sums = count * results(p).points
+            least = whole.least - results(p).moved + 4 * sums
+            part = whole._replace(results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu))
+            parts, states = clock(part, gpu), has.parts_states if promotes(p) else has.states
+            walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
+        readers = (most if most < walkers / pieces else walkers / pieces) / rows
+        time = parts(whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
+        yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
+
+
+def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """As many bytes of memory as take the time of what boxes have beyond the end of an operand, for all tiles."""
+    facts = facts_of(p)
+    found = 0.0
+    for a, others in zip((tile.rows, tile.columns), reversed(tile.clusters), strict=True):
+        if beyond := -a.extent % tile.covered(a):
+            size = sum(x.size for x in facts.sources if a in x.free)
+            found += size * beyond * facts.deep * facts.batch * others
+    return found * has.overhang
+
+
+def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """What it takes that blocks of a cluster give sums to each other, and that clusters far apart, which walk one tile
+    each, fetch the larger operand again.
+    """
+    if tile.share == 1:
+        return 0.0
+    each = tile.m * tile.n * 4 * len(p.sites)
+    larger = max(p.sources, key=lambda x: p.touched(x) * x.dtype.size)
+    axes = zip((tile.rows, tile.columns), tile.clusters, strict=True)
+    times = math.prod(count for a, count in axes if a not in larger.free)
+    again: float = (times - 1) * p.touched(larger) * larger.dtype.size / has.again
+    meeting = has.parts_meeting if promotes(p) else has.meeting
+    return meeting + again + each * (1 + tile.share / tile.parts) / has.given
+
+
+def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step that nothing hides: threads make factors of what lies in shared memory, and add up sums."""
+    if not (promotes(p) or converted(p)):
+        return 0.0
+    made = making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+    if not promotes(p):
+        return made / BEHIND if tile.groups > 1 else 0.0
+    if tile.groups > 1:
+        return made
+    return PROMOTION * tile.n / 64 * _promotions(p, tile) + made * MADE_ALONE / MADE
+
+
+def _made(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds of a step in which a warpgroup makes factors other than parts, and waits, before it multiplies."""
+    if promotes(p) or not converted(p):
+        return 0.0
+    return BEFORE + making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+
+
+def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
+    """Nanoseconds in which a tile's first parts are made, while nothing is multiplied."""
+    if not (promotes(p) and converted(p)):
+        return 0.0
+    return MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+
+
+def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """Bytes of memory that are touched."""
+    return facts_of(p).bytes + results(p).moved + _overhang(p, tile, has)
+
+
+def _fetched(p: Product, tile: Tile, has: Warpgroups) -> float:
+    """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
+    found = 0.0
+    for x in facts_of(p).sources:
+        shared = tile.split is not None and tile.split not in x.free
+        size: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
+        found += size / (2 if shared else 1) * (has.straddling if x.straddles else 1)
+    return found
+
+
+def _readers(tile: Tile, clusters: float) -> float:
+    """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
+    lie in as many rows of tiles as a group has, or fewer.
+    """
+    most, rows = tile.group
+    return min(clusters, most) / rows
+
+
+def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
+    """The bindings of a plan in one piece. Results of 16 bits gather in shared memory."""
+    t = plan.tile
+    tiles = {a: ceil(a.extent, t.covered(a)) for a in (p.m, p.n)}
+    two: dict[Any, tuple[tuple[str, int], ...]] = {t.split: (("cluster", 2),)}
+    lines: list[tuple[str, Any]] = [
+        (a.name, grid(ceil(a.extent, 2 if a in two else 1), *two.get(a, ()))) for a in p.batch
+    ]
+    for a in (p.m, p.n):
+        lines.append((axis_name(a), grid(tiles[a], *two.get(a, ()), ("block", t.m if a is t.rows else t.n))))
+    *outer, depth = p.axes
+    lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
+    name = f"r{depth.label}"
+    ahead, slots = _ahead(p, t, gpu), _slots(p, t, gpu) + 1
+    options = (("ring", slots - 1), *([("promote", True)] if promotes(p) else []))
+    sharing = (Factor("cluster", t.share),) if t.share > 1 else ()
+    lines.append((name, (*sharing, Factor("time", ceil(depth.extent, t.k * t.share), options), Factor("block", t.k))))
+    group = next(g for g in (GROUP, 4, 2, 1) if tiles[p.m] % g == 0)
+    order = (("order", Word("grouped", (group,))),) if group > 1 else ()
+    blocks = gpu.processors // t.blocks * t.blocks
+    walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
+    registers = (("registers", REGISTERS[t.teams]),) if t.share == 1 else ()
+    lag = (("lag", True),) if converted(p) and promotes(p) and t.groups > 1 else ()
+    turns = (("turns", True),) if t.turns else ()
+    roles = ("load", Word("warp", (1,))), ("math", Word("warpgroup", (t.teams,))), *registers, *lag, *turns
+    each = (Factor("reg", t.each),) if t.each > 1 else ()
+    site = Site(
+        p.names,
+        (
+            (axis_name(t.rows), (Factor("warpgroup", t.groups), *each, Factor("inst.m", ROWS))),
+            (axis_name(t.columns), (Factor("inst.n", t.n),)),
+            (name, (Factor("reg", t.k // 16), Factor("inst.k", 16))),
+        ),
+        tuple({called(x): _operand(x, t, slots if ahead in x.free else 0) for x in p.sources}.items()),
+        plan.instruction.name,
+    )
+    return Schedule(
+        p.kernel.name, gpu.arch, tuple(lines), (),
+        (*walk, ("roles", (), roles)),
+        (site, *result_sites(p, t, leaves(p, t))),
+    )  # fmt: skip
+
+
+def _operand(x: Any, t: Tile, slots: int) -> Operand:
+    """By TMA, for both blocks of a cluster where they need the same; in slots of its own, if any."""
+    shared = (("multicast", True),) if t.split is not None and t.split not in x.free else ()
+    own = (("slots", slots),) if slots else ()
+    return Operand("smem", (("by", "tma"), ("swizzle", swizzled(x.dtype.size * runs(x, t))), *own, *shared))
+
+
+def _ahead(p: Product, t: Tile, gpu: Gpu) -> Any:
+    """The axis of the larger factor where its parts come from memory for one or two tiles, and there is room for a
+    third slot of it: the other one's come from the cache, and sooner. None where there is not.
+    """
+    slots, larger = _slots(p, t, gpu), max(p.sources, key=lambda x: p.touched(x) * x.dtype.size)
+    axis, size = (t.rows, t.m) if t.rows in larger.free else (t.columns, t.n)
+    other = t.clusters[0 if axis is t.columns else 1]
+    each = sum(x.size for x in facts_of(p).sources if axis in x.free) * size * t.k
+    alone = promotes(p) and not converted(p) and t.split is None and t.share == 1 and not leaves(p, t)
+    room = gpu.shared - 2048 - slots * _bytes(p, t) - each
+    return axis if alone and slots == 2 and other <= 2 and room >= 0 else None

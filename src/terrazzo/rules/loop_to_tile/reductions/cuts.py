@@ -1,0 +1,152 @@
+"""Which reductions are cut into pieces for blocks to share, and into how many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.schedule import Like, Schedule
+from terrazzo.rules.loop_to_tile.reductions.reductions import reduction
+from terrazzo.rules.loop_to_tile.reductions.rows import bytes_of, column_of, leaves, loaded, parts
+from terrazzo.rules.loop_to_tile.walked.threads import WORD, ceil, size_of, vector_of
+
+BLOCKS = 4
+"""Blocks for each processor that a reduction is cut into, at most: so many of 256 threads are on one at a time."""
+LEAST = 16384
+"""Bytes that a block reads at least, where reductions are cut: the states of less are much beside it."""
+NEAR = 32768
+"""Bytes that a block reads twice at most, where it can be helped: the second time they come from the cache beside it,
+which blocks share.
+"""
+
+
+def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) -> int:
+    """Into how many pieces the reductions of a kernel are cut, by what the model says of both ways: 1 where it cannot
+    be, or is not worth it.
+
+    A block reads as fast as a processor's share of the memory at most, so many blocks are faster than few. Pieces take
+    a launch more, and their states are written and read; so many kernels come `before` that would not otherwise. Where
+    a piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
+    """
+    rows, inner, top = parts(kernel)
+    if not top or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
+        return 1
+    if inner and column_of(rows, top) is not None:
+        return 1  # what is read by columns and stored by rows is transposed on its way, in one kernel
+    chosen = reduction(kernel, gpu, whole=False)
+    blocks = _blocks(chosen)
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    once, read = (sum(map(bytes_of, {x for r in found for x in loaded([r])})) for found in (first, top))
+    read = sum(sum(map(bytes_of, loaded([r]))) for r in top if r not in first) + once
+    rest = sum(map(bytes_of, _inside(kernel, inner)))
+    far = together and not chosen.operands and once // blocks > NEAR
+    most = max(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * NEAR) if far else 1)
+    length = size_of(top[0].axes[-1])
+    if (most := min(most, once // (blocks * LEAST), length // 8)) < 2:
+        return 1
+    states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
+    launches = before + (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
+    share = gpu.memory / gpu.processors
+    stored = sum(bytes_of(l.Load(s.buffer, s.index)) for s in kernel.stores)
+    whole = once + stored if chosen.operands else (once if together and not far else read) + rest
+    cut = (once if together else read) / min(gpu.memory, blocks * most * share) + rest / gpu.memory
+    cut += states / gpu.cache + launches * gpu.launch
+    return _even(length, most, unit(top)) if cut < whole / min(gpu.memory, blocks * share) else 1
+
+
+def crowded(kernel: l.Kernel, gpu: Gpu) -> bool:
+    """Whether the few blocks that share short reductions have so many points of rows to compute that the others would
+    be faster, even a launch later.
+    """
+    rows, inner, top = parts(kernel)
+    if not (inner and top) or column_of(rows, top) is not None:
+        return False
+    chosen = reduction(kernel, gpu)
+    speed = min(gpu.memory, _blocks(chosen) * gpu.memory / gpu.processors)
+    read, rest = (sum(map(bytes_of, found)) for found in (set(loaded(top)), _inside(kernel, inner)))
+    stored = sum(bytes_of(l.Load(s.buffer, s.index)) for s in kernel.stores)
+    whole = read + stored if chosen.operands else read + rest
+    return read / speed + rest / gpu.memory + gpu.launch < whole / speed
+
+
+def _blocks(schedule: Schedule) -> int:
+    lines = [b for _, b in schedule.axes if not isinstance(b, Like)]
+    return math.prod(f.size for b in lines for f in b if f.level == "grid")
+
+
+def uneven(kernel: l.Kernel) -> list[l.Reduce]:
+    """Of reductions that are not equally long, which pieces of one size cannot divide: the longest, or where those need
+    others, what needs none. None where all are alike.
+    """
+    _, _, top = parts(kernel)
+    sizes = [math.prod(map(size_of, r.axes)) for r in top]
+    longest = [r for r, size in zip(top, sizes, strict=True) if size == max(sizes)]
+    if len(longest) == len(top):
+        return []
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    return longest if set(longest) <= set(first) else first
+
+
+def again(kernel: l.Kernel, gpu: Gpu) -> list[l.Reduce]:
+    """Reductions that rows would compute again for an axis around them that they do not know, where reading that much
+    again takes longer than a kernel of their own.
+    """
+    rows, _, top = parts(kernel)
+    first = [r for r in top if not any(x in top for x in topological(r.args))]
+    found = []
+    for r in first:
+        times = math.prod(size_of(a) for a in rows if a not in r.free)
+        read = sum(map(bytes_of, loaded([r])))
+        if (times - 1) * read / gpu.cache > 2 * gpu.launch:
+            found.append(r)
+    return found
+
+
+def _stages(top: Sequence[l.Reduce]) -> int:
+    """How many reductions come one after the other."""
+    depth: dict[l.Reduce, int] = {}
+    for r in topological(top):
+        if isinstance(r, l.Reduce) and r in top:
+            depth[r] = 1 + max((depth[x] for x in topological(r.args) if x in depth), default=0)
+    return max(depth.values())
+
+
+def unit(top: Sequence[l.Reduce]) -> int:
+    """What the pieces of reductions should be multiples of: what is loaded at once."""
+    return min(vector_of(leaves([r]), r.axes[-1]) for r in top)
+
+
+def _even(length: int, most: int, unit: int) -> int:
+    """As many pieces as there may be, or up to half of that where they are of one size then."""
+    found = (s for u in (unit, 1) for s in range(most, most // 2, -1) if length % s == 0 and length // s % u == 0)
+    return next(found, -(-length // (-(-length // (most * unit)) * unit)))
+
+
+def in_moments(kernel: l.Kernel, pieces: int) -> bool:
+    """Whether so many pieces of a kernel's moments are as fast as they may be: where they are not equally long, each
+    begins anywhere, and elements of less than a word are loaded one by one then.
+    """
+    _, _, top = parts(kernel)
+    return size_of(top[0].axes[-1]) % pieces == 0 or all(x.dtype.size >= WORD for x in loaded(top))
+
+
+def strangers(kernel: l.Kernel) -> bool:
+    """Whether what is computed at the points of rows needs none of their reductions and reads other places than these
+    do: only the extents of their axes are alike.
+    """
+    _, inner, top = parts(kernel)
+    points = [s for s in kernel.stores if s.free & set(inner)]
+    terms = set(topological(points))
+    read = {substitute(x, {r.axes[-1]: a}) for r in top for x in loaded([r]) if r.axes[-1] in x.free for a in inner}
+    return bool(points) and bool(top) and not terms & {*top, *read}
+
+
+def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:
+    """What is loaded or stored at every point of a row, as loads."""
+    loads = [x for x in topological(kernel.stores) if isinstance(x, l.Load)]
+    stores = [l.Load(s.buffer, s.index) for s in kernel.stores]
+    return {x for x in (*loads, *stores) if x.free & set(inner)}

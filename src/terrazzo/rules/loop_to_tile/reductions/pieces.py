@@ -1,0 +1,100 @@
+"""Reductions in pieces, which blocks share: a kernel for partial states, and one in which these meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.schedule import Factor, Like, Schedule
+from terrazzo.ir.sites import Product, product
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
+from terrazzo.rules.loop_to_tile.pinned import as_pinned
+from terrazzo.rules.loop_to_tile.products import tiles
+from terrazzo.rules.loop_to_tile.reductions import reductions
+from terrazzo.rules.loop_to_tile.reductions.split import split
+from terrazzo.rules.loop_to_tile.walked import threads
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse
+from terrazzo.rules.loop_to_tile.walked.threads import size_of
+from terrazzo.rules.tile.draft import axis_name
+
+
+def in_pieces(
+    kernel: l.Kernel,
+    reduces: list[l.Reduce],
+    pieces: int,
+    gpu: Gpu,
+    pinned: Mapping[str, Schedule],
+    unit: int = 1,
+) -> Iterator[Candidate]:
+    """A kernel of partial states, in each way it can be run, and one that combines them and does the rest."""
+    first, second = split(kernel, reduces, pieces, unit)
+    rewrites: list[Rewrite] = [("split", kernel, (first, second))]
+    rest = meeting(second, gpu)
+    if product(first) is not None:
+        flat = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
+        rest = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
+        rewrites.append(("collapse", second, (flat,)))
+    for part in partial_states(first, pieces, gpu, pinned):
+        yield Candidate((part, rest)).after(*rewrites)
+
+
+def partial_states(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Chosen]:
+    """The ways to run a kernel of partial states."""
+    why = f"{pieces} pieces of a reduction over the grid, since there are few blocks otherwise"
+    if kernel.name in pinned:
+        part, chosen, _, reason = as_pinned([kernel], pinned, gpu)
+        yield part, chosen, "split", f"{why}; {reason}"
+    elif (p := product(kernel)) is not None:
+        for plan in (x for x in tiles.plans(p, gpu) if x.pieces == 1):
+            part, chosen, _, reason = tiled(p, plan, gpu)
+            yield part, chosen, "split", f"{why}; {reason}"
+    else:
+        yield from ((kernel, chosen, "split", f"{why}; {reason}") for chosen, _, reason in together(kernel, gpu))
+
+
+def meeting(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+    """What brings partial states together."""
+    return kernel, reductions.reduction(kernel, gpu), "finish", "partial states meet, in order"
+
+
+def together(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
+    """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
+    first = reductions.reduction(kernel, gpu)
+    what = "threads share the reductions of a row, or take columns where memory runs so"
+    yield first, "share", what
+    fewer = [(replace(first, operands=()), f"{what}, and read again what they need twice")]
+    fewer += [
+        (replace(reductions.reduction(kernel, gpu, warps), operands=()), f"{what}; {warps} warps at most")
+        for warps in (16, 8)
+    ]
+    tried = [first]
+    for other, why in fewer:
+        if other not in tried:
+            yield other, "share", why
+            tried.append(other)
+    yield _one_at_a_time(kernel, first), "share", f"{what}; a thread takes an element at a time"
+    yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
+
+
+def _one_at_a_time(kernel: l.Kernel, schedule: Schedule) -> Schedule:
+    """Threads share rows as they do, and go along them step by step: what is long to compute needs many registers."""
+    axes = {a.name: a for a in kernel.axes}
+    axes |= {axis_name(a): a for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce) for a in r.axes}
+
+    def stepped(name: str, binding: tuple[Factor, ...] | Like) -> tuple[Factor, ...] | Like:
+        if isinstance(binding, Like):
+            return binding
+        used = tuple(f for f in binding if f.level not in ("time", "reg"))
+        return (Factor("time", threads.ceil(size_of(axes[name]), math.prod(f.size for f in used))), *used)
+
+    sites = tuple(replace(s, axes=tuple((a, stepped(a, b)) for a, b in s.axes)) for s in schedule.sites)
+    return replace(schedule, operands=(), sites=sites)
+
+
+def tiled(p: Product, plan: tiles.Plan, gpu: Gpu) -> Chosen:
+    """A product in the tiles of a plan."""
+    return p.kernel, tiles.schedule(p, plan, gpu), "tile", str(plan)

@@ -1,0 +1,87 @@
+"""What a kernel of reductions is made of: its rows, what lies inside them, and the reductions that threads share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from terrazzo.ir import nest as n
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
+from terrazzo.rules.loop_to_tile.walked.threads import ordered, size_of, step
+
+
+def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
+    """The axes of rows, those inside them, and the reductions that threads share: others lie in loops that threads
+    share, so each thread computes its own.
+    """
+    top = _outermost(kernel)
+    rows = _rows(kernel, top)
+    top = [r for r in top if r.free <= frozenset(rows)]
+    rest = [a for a in kernel.axes if a not in ordered(kernel)]
+    return [a for a in rest if a in rows], [a for a in rest if a not in rows], top
+
+
+def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
+    """The axis of rows along which memory runs, by most of what reductions read in their steps; None where it runs
+    along these.
+    """
+    along = sum(bytes_of(x) for r in top for x in loaded([r]) if step(x, r.axes[-1]) == 1)
+    read = [x for x in loaded(top) if not x.free <= frozenset(rows)]  # not once for a row
+    found = {a: sum(bytes_of(x) for x in read if step(x, a) == 1) for a in rows}
+    best = max(rows, key=lambda a: found[a], default=None)
+    return best if best is not None and found[best] > along else None
+
+
+def loaded(reduces: Sequence[l.Reduce]) -> list[l.Load]:
+    """What reductions read."""
+    return [x for x in topological(leaves(reduces)) if isinstance(x, l.Load)]
+
+
+def bytes_of(load: l.Load) -> int:
+    """How much of memory a load reads."""
+    points = math.prod(size_of(a) for a in load.free)
+    return int(load.dtype.size * min(points, math.prod(load.buffer.type.static_shape)))
+
+
+def flattened(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with what lies inside a row as one axis, so that threads divide all of it; and with its rows as one axis
+    that runs as memory does, where lanes take them as columns.
+    """
+    rows, inner, top = parts(kernel)
+    found = merge_axes(kernel, sorted(inner, key=lambda a: -_far(kernel.stores, a))) if top else kernel
+    if column_of(rows, top) is None:
+        return found
+    return merge_axes(found, sorted(rows, key=lambda a: -_far(sorted(loaded(top), key=bytes_of, reverse=True), a)))
+
+
+def _far(accesses: Sequence[Any], axis: Any) -> int:
+    """The step of an axis in the first access that goes along it."""
+    return next((abs(d) for x in accesses if axis in x.free and (d := step(x, axis)) is not None), 0)
+
+
+def _rows(kernel: l.Kernel, top: Sequence[l.Reduce]) -> list[Any]:
+    """The axes around all of the outermost reductions: those they depend on, and the loops around these."""
+    last = max((k for k, a in enumerate(kernel.axes) if all(a in r.free for r in top)), default=-1)
+    return list(kernel.axes[: last + 1])
+
+
+def _outermost(kernel: l.Kernel) -> list[l.Reduce]:
+    """Reductions that are in no other one."""
+    return [r for s in reducing(n.nest(kernel)) for r in s.carried if isinstance(r, l.Reduce)]
+
+
+def reducing(body: Sequence[n.Statement]) -> Iterator[n.Loop]:
+    """The loops of reductions that are in no other one. One loop may carry several."""
+    for s in body:
+        if isinstance(s, n.Loop) and s.kind == "reduce":
+            yield s
+        elif isinstance(s, n.Loop):
+            yield from reducing(s.body)
+
+
+def leaves(reduces: Sequence[l.Reduce]) -> list[Any]:
+    """What reductions combine."""
+    return [a for r in reduces for a in r.args]

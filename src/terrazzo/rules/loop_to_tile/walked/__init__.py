@@ -1,0 +1,1 @@
+"""Schedules of axes that are only walked: pointwise kernels, copies, stencils."""
