@@ -100,6 +100,9 @@ def test_every_kind_of_line_has_been_read() -> None:
     staged = plan_of(Chain(between="relu", weights="smem()"))
     assert parse_plan(str(staged)) == staged
     seen |= {type(line).op for line in staged.lines}
+    from tests.kernels.test_rescued import lowered as rescued
+
+    seen |= {type(line).op for _, plan in rescued(64, 64, 256)["tile"].plans for line in plan.lines}
     assert seen >= KINDS.keys() - {"keep", "limit"}
 
 

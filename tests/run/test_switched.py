@@ -109,7 +109,8 @@ def test_what_is_kept_is_found_for_the_same_precision_only() -> None:
     ],
 )
 def test_ways_to_multiply(way: str, products: int, kind: str) -> None:
-    program = capture(torch.matmul, (torch.zeros(1024, 1024), torch.zeros(1024, 1024)), {}).program
+    square = torch.zeros(1024, 1024)
+    program = capture(lambda x, w: x @ w.t(), (square, square.clone()), {}).program
     done = lowering(program, Options(target="sm_90a", fp32=way, libraries="never"))
     told = [e.reason for e in done.log.events if e.pass_name == "parts" and e.subject == "mm"]
     assert told == ([f"a product of float32 is {products} of {kind}"] if products else [])

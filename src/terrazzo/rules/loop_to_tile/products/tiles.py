@@ -30,7 +30,8 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
 
 @lru_cache(maxsize=256)
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
-    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu), *products.plans(p, gpu, True)])
+    measured = products.plans(p, gpu, True) if gpu.warpgroups else []  # elsewhere rates are those of data sheets
+    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu), *measured])
 
 
 def on_cores(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
