@@ -72,7 +72,11 @@ class Draft:
     def rescued(self) -> dict[str, Rescue]:
         """The sums that stand in the place of a product's where these will not do, by name."""
         known, sums = rescues(self.kernel), {c.reduce for c in self.products.values()}
-        return {name: known[r] for name, r in self.names.items() if r in known and known[r].of in sums}  # type: ignore[index]
+        return {
+            name: known[r]  # type: ignore[index]
+            for name, r in self.names.items()
+            if r in known and known[r].of in sums  # type: ignore[index]
+        }
 
     @cached_property
     def sites(self) -> dict[str, Site]:

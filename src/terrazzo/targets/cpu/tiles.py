@@ -101,7 +101,9 @@ def _as_read(factors: Sequence[Node], axes: Sequence[Any]) -> list[Any] | None:
     loads = {load(f) for f in factors}
     (one,) = loads if len(loads) == 1 else (None,)
     strides = {a: stride(one, a) for a in axes} if one is not None else {}
-    return sorted(axes, key=lambda a: -abs(strides[a])) if all(strides.values()) and strides else None  # type: ignore[arg-type]
+    if not strides or not all(strides.values()):
+        return None
+    return sorted(axes, key=lambda a: -abs(strides[a]))  # type: ignore[arg-type]
 
 
 def _together(made: Sequence[Site], rows: Sequence[Any]) -> list[Any] | None:
