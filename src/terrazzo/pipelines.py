@@ -58,6 +58,7 @@ from terrazzo.rules.loop.memory.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.memory.gathered import rows_gathered
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_order, kernels_in_order
+from terrazzo.rules.loop.memory.places_read import places_read
 from terrazzo.rules.loop.memory.remake import remake
 from terrazzo.rules.loop.precision.lean_parts import lean_parts
 from terrazzo.rules.loop.precision.narrow import narrow
@@ -264,6 +265,8 @@ PASSES = (
          lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
+    Pass("windows", "loop", "loop", "kernels that differ in the places where they read are one, which reads windows",
+         lambda p, log, o, tried: places_read(p, log, constants(p, o.frozen))),
     Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),

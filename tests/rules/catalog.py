@@ -21,7 +21,7 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel
 from terrazzo.rules.loop.layout import channels, layout, lookups, placed, turned
-from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, remake
+from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
@@ -159,6 +159,7 @@ CATALOG: dict[str, Rewrite] = {
     "remake:in_windows": of(
         in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)
     ),
+    "windows:places_read": of(places_read.places_read, lambda p: places_read.places_read(p, Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),

@@ -249,10 +249,22 @@ def with_states(program: Program) -> Any:
     return loop.Program(found.name, found.inputs, (*(s for s in found.steps if s not in last), whole), found.results)
 
 
+def with_places(program: Program) -> Any:
+    """Loop IR of a kernel for each row of something, all alike."""
+    given = [x for x in program.inputs if x.type.numel]
+    first = [t.cast(t.index_map(x, (3, 64), tuple(0 for _ in x.type.shape)), f32) for x in given[:1]]
+    rows: Any = t.scan("max", *first, 1) if first else t.literal(1.0, f32, (3, 64))
+    each = [t.apply("neg", t.index_map(rows, (64,), (k, t.coordinates((64,))[0]))) for k in range(3)]
+    return CATALOG["fuse:view"].apply(lift(Program("tensor", "places", program.inputs, tuple(each))))
+
+
 def alone(name: str, program: Program) -> tuple[Any, Any]:
     """What a rewrite is given of a random program, and what it makes of that; the same twice where it does not fire."""
     if name == "remake:in_windows":  # before fusion, which leaves little that is stored
         before = lift(with_rows(program))
+        return before, CATALOG[name].apply(before)
+    if name == "windows:places_read":
+        before = with_places(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)
