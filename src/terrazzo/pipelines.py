@@ -46,6 +46,7 @@ from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
 from terrazzo.rules.loop.fusion.joined import products_joined
 from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
+from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
@@ -121,7 +122,8 @@ def _tensor(p: Program, log: Log, options: Options) -> Program:
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
     kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
-    return rows_gathered(fuse(p, log, rates, kept, _texts(options)), log, rates, kept)
+    fused = reduced_already(fuse(p, log, rates, kept, _texts(options)), log, rates)
+    return rows_gathered(fused, log, rates, kept)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
