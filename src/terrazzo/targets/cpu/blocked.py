@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import flatten
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
@@ -352,10 +352,8 @@ class Blocked:
         ]
 
     def epilogue(self) -> list[str]:
-        """The rest of the kernel, over the tile."""
+        """The rest of the kernel, over the tile, along its columns; or along its rows, where results lie so."""
         inner = self.scope.inner()
-        last = self.columns[-1]
-        out = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
         for k, site in enumerate(self.sites):
             inner.names[site.reduce] = f"tile[{k}][at + i * N + j]"
         simd = not any(
@@ -365,29 +363,49 @@ class Blocked:
             if isinstance(c, Expr)
             for x in topological([c])
         )
+        vector = ["#pragma omp simd"] if simd else []
+        if self.by_rows():
+            head = ["for (int64_t j = 0; j < nc; j++) {", *("  " + x for x in digits("n0 + j", self.columns, inner))]
+            inner.names[self.rows[-1]] = inner.fresh("i")
+            body = [f"const int64_t {inner.names[self.rows[-1]]} = m0 + i;", *self.point(inner)]
+            loop = [*vector, "for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in body), "}"]
+            return [*head, *("  " + x for x in loop), "}"]
+        head = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
         within, first, extent, beyond = self.columns_of(inner)
-        inner.names[last] = inner.fresh("i")
-        body = [f"const int64_t {inner.names[last]} = {first} + j - j0;"]
-        for x in self.lets:
-            text = expression(x, inner)
-            inner.names[x] = inner.fresh("in" if isinstance(x, l.Load) else "v")
-            body.append(f"const {c_type(x.dtype)} {inner.names[x]} = {text};")
-        for s in self.stores:
-            place = index(flatten(s.index, s.buffer.type.element_strides), inner)
-            body.append(f"{inner.buffers[s.buffer]}[{place}] = {term(s.value, inner)};")
+        inner.names[self.columns[-1]] = inner.fresh("i")
+        body = [f"const int64_t {inner.names[self.columns[-1]]} = {first} + j - j0;", *self.point(inner)]
         return [
-            *out,
+            *head,
             "  for (int64_t j0 = 0, j1; j0 < nc; j0 = j1) {",
             *("    " + x for x in within),
             f"    j1 = std::min<int64_t>(nc, j0 + {extent} - ({first}));",
-            *("    " + x for x in beyond),
-            *(["    #pragma omp simd"] if simd else []),
+            *("    " + x for x in (*beyond, *vector)),
             f"    for (int64_t j = j0; j < {'end' if beyond else 'j1'}; j++) {{",
             *("      " + x for x in body),
             "    }",
             "  }",
             "}",
         ]
+
+    def by_rows(self) -> bool:
+        """Whether results lie along the rows of a tile: a column of them apart, their places meet in the cache."""
+        if len(self.rows) != 1 or self.way.image is not None:
+            return False
+        offsets = [flatten(s.index, s.buffer.type.element_strides) for s in self.stores]
+        along = [(coefficient(o, self.rows[0]), coefficient(o, self.columns[-1])) for o in offsets]
+        return all(row == 1 and column != 1 for row, column in along)
+
+    def point(self, scope: Scope) -> list[str]:
+        """The rest of the kernel at one point of the tile."""
+        out = []
+        for x in self.lets:
+            text = expression(x, scope)
+            scope.names[x] = scope.fresh("in" if isinstance(x, l.Load) else "v")
+            out.append(f"const {c_type(x.dtype)} {scope.names[x]} = {text};")
+        for s in self.stores:
+            place = index(flatten(s.index, s.buffer.type.element_strides), scope)
+            out.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
+        return out
 
     def columns_of(self, scope: Scope) -> tuple[list[str], str, int, list[str]]:
         """Of a run of columns from n0 + j0 on: declarations of where it begins along each axis, the name of that along
