@@ -112,9 +112,9 @@ def _together(p: Program, log: Log, options: Options) -> Program:
 
 def _tensor(p: Program, log: Log, options: Options) -> Program:
     """Tensor IR, whose results lie as Torch IR says."""
-    plain, strides = row_by_row(p)
+    plain, strides, given = row_by_row(p)
     together = _together(plain, log, options)
-    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides)
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides, given)
 
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
