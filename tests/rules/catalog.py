@@ -150,6 +150,7 @@ CATALOG: dict[str, Rewrite] = {
     ),
     "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
     "places:round_scores": of(places.round_scores, lambda p: places.round_scores(p, Log())),
+    "places:round_squares": of(places.round_squares, lambda p: places.round_squares(p, Log())),
     "wide_sums:wide": of(wide_sums.wide_sums, lambda p: wide_sums.wide_sums(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
