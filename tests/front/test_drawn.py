@@ -40,6 +40,27 @@ def test_an_input_is_drawn_for_as_it_lies() -> None:
     _same(F.dropout, torch.compile(F.dropout, backend="terrazzo"), x)
 
 
+@pytest.mark.parametrize("drop", [F.dropout, F.dropout2d, F.alpha_dropout, torch.nn.Dropout().eval()])
+def test_where_nothing_is_dropped_the_tensor_itself_goes_on(drop: Callable[..., Any]) -> None:
+    """So that writes to the result are writes to it."""
+
+    def write(x: Any) -> Any:
+        return (drop(x, 0.5, False) if not isinstance(drop, torch.nn.Module) else drop(x)).mul_(2)
+
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).mT
+    before = x.clone()
+    found = torch.compile(write, backend="terrazzo")(x)
+    assert found.data_ptr() == x.data_ptr()
+    assert found.stride() == x.stride()
+    torch.testing.assert_close(x, 2 * before)
+
+
+def test_a_program_that_drops_nothing_goes_on_with_the_tensor() -> None:
+    x = torch.randn(3, 4)
+    drop = torch.nn.Dropout().eval()
+    assert terrazzo.compile(drop, x)(x).data_ptr() == x.data_ptr()
+
+
 def _same(f: Callable[[Any], Any], compiled: Callable[[Any], Any], x: Any) -> None:
     torch.manual_seed(1)
     expected = pytree.tree_leaves(f(x))

@@ -22,8 +22,23 @@ def dropouts() -> dict[Any, Callable[..., Any]]:
     import torch
 
     def dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if inplace or not training or not 0 < p < 1:
+        if not 0 <= p <= 1 or (training and (inplace or p in (0, 1))):
             return torch.nn.functional.dropout(x, p, training, inplace)
-        return torch.native_dropout(x, p, True)[0]
+        return torch.native_dropout(x, p, True)[0] if training else x
 
     return {torch.nn.functional.dropout: dropout}
+
+
+def drop_nothing(gm: Any) -> None:
+    """Have a graph of Dynamo's go on with the tensor itself where nothing is dropped of it, as eager mode does: who
+    writes to the result writes to it. AOTAutograd would copy it.
+    """
+    from torch.nn.functional import alpha_dropout, dropout, dropout2d, dropout3d, feature_alpha_dropout
+
+    for op in (dropout, dropout2d, dropout3d, alpha_dropout, feature_alpha_dropout):
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+            if given.get("training", True) is False and 0 <= given.get("p", 0.5) <= 1:
+                node.replace_all_uses_with(given["input"])
+                gm.graph.erase_node(node)
+    gm.recompile()
