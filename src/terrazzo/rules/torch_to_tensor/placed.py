@@ -21,7 +21,7 @@ def row_by_row(program: Program) -> tuple[Program, tuple[Strides, ...], dict[int
     """
     wanted = tuple(None if isinstance(r, Input) else _wanted(r, program) for r in program.results)
     ordered = [n for n in topological(program.results) if isinstance(n, Aten) and n.order]
-    given = {n.order: tuple(None if isinstance(x, Input) else _laid(x.type) for x in n.children) for n in ordered}
+    given = {n.order: tuple(map(_laid, n.children)) for n in ordered}
     given = {order: strides for order, strides in given.items() if any(strides)}
     if not any(wanted) and not given:
         return program, wanted, given
@@ -51,9 +51,10 @@ def _wanted(result: Any, program: Program) -> Strides:
     return strides  # type: ignore[no-any-return]
 
 
-def _laid(kind: Any) -> Strides:
-    """The strides of one value, where every place is that of one element."""
-    return dense(kind).strides if isinstance(kind, Type) else None  # type: ignore[return-value]
+def _laid(value: Any) -> Strides:
+    """The strides that an operand is to have, where every place is that of one element; an input lies as it does."""
+    known = not isinstance(value, Input) and isinstance(value.type, Type)
+    return dense(value.type).strides if known else None
 
 
 def _plain(kind: Type | None) -> Type | None:
@@ -75,7 +76,8 @@ def _strided(kind: Type, strides: Strides) -> Type:
 
 def laid_out(call: Aten, strides: Sequence[Strides]) -> Aten:
     """The call with values that lie so for its arguments."""
-    return call.with_children([placed(x, s) for x, s in zip(call.children, strides, strict=True)])
+    found: Aten = call.with_children([placed(x, s) for x, s in zip(call.children, strides, strict=True)])
+    return found
 
 
 def placed(value: Any, strides: Strides) -> Any:

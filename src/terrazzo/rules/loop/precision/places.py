@@ -50,10 +50,11 @@ def round_places(program: l.Program, log: Log) -> l.Program:
     return _each(program, log, "round_places", "floats become whole numbers", _products)
 
 
-def round_scores(program: l.Program, log: Log) -> l.Program:
-    """`program` with rounded_mul for the products that something is added to in scores of a softmax or the logarithm of
-    a sum of exponentials, and in the same scores wherever else they are computed. Attention, which lies between two
-    products of matrices, is left as it is: its scores are sums that are not the same in two kernels anyway.
+def round_differences(program: l.Program, log: Log) -> l.Program:
+    """`program` with rounded_mul for the products in differences of which little may be left: those that something is
+    added to in scores of a softmax or the logarithm of a sum of exponentials, and in the same scores wherever else they
+    are computed; and squares that are subtracted from what was computed. Scores of attention, which lies between two
+    products of matrices, are left as they are: they are sums that are not the same in two kernels anyway.
 
     @loop
     def f(c: f32[4], x: f32[4, 8], total: f32[4]):
@@ -92,44 +93,17 @@ def round_scores(program: l.Program, log: Log) -> l.Program:
     between = {k for k in kernels if not (made.isdisjoint(k.reads) or taken.isdisjoint(k.writes))}
     left = multiplying | between
     rest = [k for k in kernels if k not in left]
-    scores = {k: products for k in rest if (products := _added(k))}
-    found = set().union(*(map(_forms(k).__getitem__, products) for k, products in scores.items()))
+    scores = {k: added for k in rest if (added := _added(k))}
+    found = {form[x] for k, added in scores.items() for form in (_forms(k),) for x in added}
 
     def products(kernel: l.Kernel) -> set[Node]:
+        squares = _squares(kernel)
         if kernel in left or not found:
-            return set()
+            return squares
         named = _forms(kernel)
-        return {x for x in _terms(filter(_is_sum, kernel.terms)) if named[x] in found}
+        return squares | {x for x in _terms(filter(_is_sum, kernel.terms)) if named[x] in found}
 
-    return _each(program, log, "round_scores", "scores less their largest", products)
-
-
-def round_squares(program: l.Program, log: Log) -> l.Program:
-    """`program` with rounded_mul for the squares that are subtracted from what was computed.
-
-    @loop
-    def f(m: f32[4], s: f32[4]):
-        with kernel('z', z=f32[4]):
-            for a0 in free(4):
-                in0 = m[a0]
-                in1 = s[a0]
-                v0 = mul(in0, in0)
-                v1 = sub(in1, v0)
-                z[a0] = v1
-        return (z,)
-    =>
-    @loop
-    def f(m: f32[4], s: f32[4]):
-        with kernel('z', z=f32[4]):
-            for a0 in free(4):
-                in0 = m[a0]
-                in1 = s[a0]
-                v0 = rounded_mul(in0, in0)
-                v1 = sub(in1, v0)
-                z[a0] = v1
-        return (z,)
-    """
-    return _each(program, log, "round_squares", "squares that are subtracted", _subtracted)
+    return _each(program, log, "round_differences", "differences of which little may be left", products)
 
 
 def _each(program: l.Program, log: Log, rule: str, why: str, products: Callable[[l.Kernel], set[Node]]) -> l.Program:
@@ -202,7 +176,7 @@ def _forms(kernel: l.Kernel) -> dict[Node, Node]:
     return memo
 
 
-def _subtracted(kernel: l.Kernel) -> set[Node]:
+def _squares(kernel: l.Kernel) -> set[Node]:
     """The squares, in 32 bits or more, that are subtracted from what is no number of the program."""
     found = [x.args[1] for x in kernel.terms if _named(x, "sub") and not isinstance(x.args[0], l.Literal)]  # type: ignore[attr-defined]
     squares = {y for y in found if _named(y, "mul") and y.args[0] is y.args[1]}
