@@ -54,7 +54,7 @@ def _wanted(result: Any, program: Program) -> Strides:
 def _laid(value: Any) -> Strides:
     """The strides that an operand is to have, where every place is that of one element; an input lies as it does."""
     known = not isinstance(value, Input) and isinstance(value.type, Type)
-    return dense(value.type).strides if known else None
+    return dense(value.type).strides if known else None  # type: ignore[return-value]
 
 
 def _plain(kind: Type | None) -> Type | None:
