@@ -64,7 +64,7 @@ from terrazzo.rules.loop.memory.remake import remake
 from terrazzo.rules.loop.precision.lean_parts import lean_parts
 from terrazzo.rules.loop.precision.narrow import narrow
 from terrazzo.rules.loop.precision.parts import into_parts, parts_of
-from terrazzo.rules.loop.precision.places import round_places, round_scores
+from terrazzo.rules.loop.precision.places import round_differences, round_places
 from terrazzo.rules.loop.precision.relax import relax
 from terrazzo.rules.loop.precision.rounded import rounded_weights
 from terrazzo.rules.loop.precision.wide_sums import wide_sums
@@ -114,9 +114,9 @@ def _together(p: Program, log: Log, options: Options) -> Program:
 
 def _tensor(p: Program, log: Log, options: Options) -> Program:
     """Tensor IR, whose results lie as Torch IR says."""
-    plain, strides = row_by_row(p)
+    plain, strides, given = row_by_row(p)
     together = _together(plain, log, options)
-    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides)
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides, given)
 
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -254,7 +254,7 @@ PASSES = (
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
          lambda p, log, o, tried: relax(p, log)),
     Pass("places", "loop", "loop", "products that are the same in every kernel are rounded, whatever is added to them",
-         lambda p, log, o, tried: round_scores(round_places(p, log), log)),
+         lambda p, log, o, tried: round_differences(round_places(p, log), log)),
     Pass("wide_sums", "loop", "loop", "a processor adds up float32 in float64, and rounds once",
          lambda p, log, o, tried: p if target(o.target).gpu else wide_sums(p, log)),
     Pass("order", "loop", "loop", "steps come in the order in which least memory is in use at a time",

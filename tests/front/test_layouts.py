@@ -50,6 +50,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         torch.baddbmm,
         (torch.randn(6, 5, 2).transpose(0, 2), torch.randn(2, 5, 3), torch.randn(2, 3, 6)),
     ),
+    "rolled": (lambda x: (x.roll(1, 1), x.roll((1, 2), (2, -1)), x.roll(3)), (images(2, 3, 4, 5),)),
+    "shuffled": (lambda x: F.channel_shuffle(x, 3), (images(2, 6, 4, 5),)),
+    "powers": (lambda x: 2**x, (images(2, 3, 4, 5),)),
+    "rather as the first": (
+        lambda x, y: (x // y, y // x, x.copysign(y), torch.div(y, x, rounding_mode="trunc"), torch.xlogy(x, y)),
+        (images(2, 3, 4, 5).abs() + 1, torch.rand(2, 3, 4, 5) + 1),
+    ),
     "nearest": (lambda x: F.interpolate(x, 7), (torch.randn(2, 4, 5).transpose(1, 2),)),
     "an input and a number": (lambda x: (x + 1, torch.zeros(3, 4).t().clone()), (torch.randn(4, 3).t(),)),
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
+import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
 import terrazzo
@@ -35,6 +38,25 @@ def test_their_products_are_rounded() -> None:
     assert "tz_rounded_mul(" in emit(kernel)[1]
 
 
+@pytest.mark.parametrize("classes", [10, 100])
+def test_scores_that_are_scaled_are_those_of_their_largest(classes: int) -> None:
+    """Cross-entropy at a temperature: a score is computed for the largest, for the sum of powers, and for the result. A
+    compiler that rounds it for one of them only is off by the last place of the largest.
+    """
+    torch.manual_seed(0)
+    x, labels = torch.randn(64, classes, requires_grad=True), torch.randint(classes, (64,))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(10 * (x - 0.3 * F.one_hot(labels, classes)), labels)
+
+    def gradient(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(fn(x), x)[0].double()
+
+    exact = gradient(loss, x.detach().double().requires_grad_())
+    ours, eager = ((gradient(f, x) - exact).abs().max() for f in (torch.compile(loss, backend="terrazzo"), loss))
+    assert ours <= 2 * eager
+
+
 def test_attention_is_left_as_it_is() -> None:
     """A bias that something is multiplied with is added to scores between two products."""
 
@@ -54,3 +76,23 @@ def test_products_are_rounded_on_a_processor() -> None:
             lambda x, y: (y - x * x).ceil() + (x * x - y).ceil(), x, x * x, options={"target": "cpu"}
         )(x, x * x)
         assert not found.any()
+
+
+def test_a_variance_of_one_value_is_zero() -> None:
+    """The mean of squares less the square of the mean, of what nodes receive."""
+    torch.manual_seed(0)
+    x, to = torch.randn(64, 8), torch.arange(64)
+
+    def variances(x: torch.Tensor) -> torch.Tensor:
+        sums = (x.new_zeros(64, 8).index_add(0, to, y) for y in (x, x * x))
+        mean, square = sums
+        return square - mean * mean
+
+    assert not terrazzo.compile(variances, x, options={"target": "cpu"})(x).any()
+    assert any("tz_rounded_mul(" in emit(k)[1] for k in lowered(variances, (x,), "sm_90a").kernels)
+
+
+def test_one_less_a_square_is_as_it_was() -> None:
+    """As in the gradient of tanh: what is added is exact, and a product that is not rounded is nearer."""
+    (kernel,) = lowered(lambda x, g: g * (1 - x * x), (torch.randn(64), torch.randn(64)), "sm_90a").kernels
+    assert "tz_rounded_mul(" not in emit(kernel)[1]

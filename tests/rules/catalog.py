@@ -152,7 +152,7 @@ CATALOG: dict[str, Rewrite] = {
         turned.store_turned, lambda p: turned.store_turned(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "places:round_places": of(places.round_places, lambda p: places.round_places(p, Log())),
-    "places:round_scores": of(places.round_scores, lambda p: places.round_scores(p, Log())),
+    "places:round_differences": of(places.round_differences, lambda p: places.round_differences(p, Log())),
     "wide_sums:wide": of(wide_sums.wide_sums, lambda p: wide_sums.wide_sums(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),

@@ -18,6 +18,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front import functionalized
 from terrazzo.front.decompositions import resampled_whole, table
+from terrazzo.front.drawn import dropouts
 from terrazzo.front.effects import (
     Set,
     attributes_set,
@@ -349,7 +350,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             compile_lock,  # PyTorch traces in one thread at a time: who is traced is known to all its functions
             torch.no_grad(),
             attention_by_definition(),
-            recurrent_nets_by_definition(definitions()),
+            recurrent_nets_by_definition({**definitions(), **dropouts()}),
             distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.front import fast_paths, foreach, in_rows, looking, one_type
+from terrazzo.front import fast_paths, foreach, in_rows, looking, mixed_norms, one_type
 
 WHOLE = (
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
@@ -62,7 +62,7 @@ def _table() -> dict[Any, Any]:
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     found.update({op: looking.ctc_loss_backward(op) for op in backward})
     found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
-    return one_type.asked(in_rows.laid(found))
+    return one_type.asked(in_rows.laid(mixed_norms.widened(found)))
 
 
 def _addcdiv(on_a_processor: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
+from terrazzo.front.drawn import drop_nothing
 from terrazzo.front.fx import Unheld, from_graph
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
@@ -77,6 +78,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
     inline_regions(gm)
+    drop_nothing(gm)
     _define(gm)
     gather_picked(gm)
     unfold_by_views(gm)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from terrazzo.errors import Limitation
+from terrazzo.front.drawn import draws
 from terrazzo.front.one_type import refused_on_gpus
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node
@@ -17,11 +18,12 @@ from terrazzo.ir.types import Type, dense
 
 def from_graph(gm: Any, name: str, placed: Collection[Any] = ()) -> tuple[Program, dict[str, Any]]:
     """The graph as a program, and the constant tensors it holds, by the name of the input they became. The values of
-    nodes that are `placed` are to lie as they did when they were traced, where that has no gaps.
+    nodes that are `placed` are to lie as they did when they were traced, where that has no gaps; and so are what ops
+    that draw random numbers are given, since they draw them in the order of memory.
 
     A Limitation names every op that a program cannot hold, with its source line.
     """
-    reader = _Reader(gm, placed)
+    reader = _Reader(gm, {*placed, *(x for n in gm.graph.nodes if draws(n) for x in n.all_input_nodes)})
     for node in gm.graph.nodes:
         reader.read(node)
     if reader.refused:
@@ -109,7 +111,7 @@ class _Reader:
         _reads_its_operand(node)
         if refused_on_gpus(node.target, [getattr(a, "meta", {}).get("val") for a in node.args]):
             raise Limitation("PyTorch refuses operands of several types")
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        random = draws(node)
         self._random_ops += random
         kwargs = tuple((k, _argument(v, self.values)) for k, v in node.kwargs.items() if not _stays(node, k))
         args = tuple(_argument(a, self.values) for a in node.args)

@@ -79,6 +79,14 @@ def impure(name: str) -> str:
     return ""
 
 
+@lru_cache(maxsize=4096)
+def draws(name: str) -> bool:
+    """Whether an operator draws random numbers, in the order in which its arguments or results lie in memory."""
+    import torch
+
+    return torch.Tag.nondeterministic_seeded in operator(name).tags
+
+
 def _described(called: Any) -> bool:
     """Whether PyTorch says what a private operator means by others, or at least what shapes it gives."""
     import torch

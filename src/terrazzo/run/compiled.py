@@ -16,6 +16,7 @@ from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.in_place import pairs
+from terrazzo.ir.operators import draws
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
 from terrazzo.ir.torch_types import operator, to_torch
@@ -180,7 +181,7 @@ class Compiled:
         import torch
 
         given = {k: frame.view(k, tensors) for k in slots_in([step.args, *step.kwargs.values()])}
-        exactly = not takes_any_strides(step.name)
+        exactly = not (takes_any_strides(step.name) or draws(step.name))
 
         def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
             return t.contiguous() if exactly and self.plan.slots[k].kind == "input" else t

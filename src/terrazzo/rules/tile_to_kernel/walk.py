@@ -456,11 +456,14 @@ class Walker:
         """Statements without loops. What other columns share is computed once."""
         j = columns.variable
         mine: list[n.Statement] = []
+        own = scope.pending
+        scope.pending = tuple(substitute(e, {j: 0}) for e in own)  # where one column is in range, the first is
         for s in run:
             if isinstance(s, n.Let) and not mentions(scope(s.term), j):
                 self.compute(s.term, scope)
             else:
                 mine.append(s)
+        scope.pending = own
         loads, stores = self.wide(mine, j, columns.size, scope)
         used = bodies.used(rest)
         keep = [s.term for s in mine if isinstance(s, n.Let) and s.term in used and s.term not in loads]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import dedent
+from types import MappingProxyType
 from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
@@ -14,7 +15,7 @@ from terrazzo.ir.types import Type
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
 from terrazzo.rules.torch_to_tensor.library import Libraries, is_called
-from terrazzo.rules.torch_to_tensor.placed import Strides, placed, typed
+from terrazzo.rules.torch_to_tensor.placed import Strides, laid_out, placed, typed
 
 
 @rule(keys=(Aten,))
@@ -44,9 +45,11 @@ def lower(
     show: Callable[[Any], str] | None = None,
     libraries: Libraries | None = None,
     strides: Sequence[Strides] = (),
+    ordered: Mapping[int, Sequence[Strides]] = MappingProxyType({}),
 ) -> Program:
     """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events.
-    Ops that `libraries` are better at are called. Results lie in memory with these `strides`, where they have any.
+    Ops that `libraries` are better at are called. Results lie in memory with these `strides`, where they have any, and
+    what calls with an order are given with those of `ordered`.
     """
     wanted = {r: s for r, s in zip(program.results, strides, strict=False) if s}
     memo: dict[Node, Any] = {}
@@ -74,6 +77,7 @@ def lower(
         memo[node] = found
         if isinstance(found, Aten):
             log.add(_opaque_event(program, node, rules))
+            found = found if node.order not in ordered else laid_out(found, ordered[node.order])
             memo[node] = libraries.call(node, found) if libraries else opaque.rewrite(typed(found, node, wanted), None)
             log.applied(
                 "torch_to_tensor",

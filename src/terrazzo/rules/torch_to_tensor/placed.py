@@ -8,18 +8,23 @@ from typing import Any
 from terrazzo.errors import UserError, about
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten, Get
-from terrazzo.ir.node import Node, transform
+from terrazzo.ir.node import Node, topological, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, dense
 
 Strides = tuple[int, ...] | None
 
 
-def row_by_row(program: Program) -> tuple[Program, tuple[Strides, ...]]:
-    """`program` without strides, but for those of its inputs, and the strides that its results are to have."""
+def row_by_row(program: Program) -> tuple[Program, tuple[Strides, ...], dict[int, tuple[Strides, ...]]]:
+    """`program` without strides, but for those of its inputs; the strides that its results are to have; and those that
+    calls with an order, such as of what draws random numbers, are to be given, by that order.
+    """
     wanted = tuple(None if isinstance(r, Input) else _wanted(r, program) for r in program.results)
-    if not any(wanted):
-        return program, wanted
+    ordered = [n for n in topological(program.results) if isinstance(n, Aten) and n.order]
+    given = {n.order: tuple(map(_laid, n.children)) for n in ordered}
+    given = {order: strides for order, strides in given.items() if any(strides)}
+    if not any(wanted) and not given:
+        return program, wanted, given
 
     def visit(node: Any) -> Any:
         if not isinstance(node, Aten):
@@ -32,7 +37,7 @@ def row_by_row(program: Program) -> tuple[Program, tuple[Strides, ...]]:
     names: dict[Node, str] = {}
     for node, name in program.names.items():
         names.setdefault(memo.get(node, node), name)
-    return Program(program.dialect, program.name, program.inputs, results, names, program.sources), wanted
+    return Program(program.dialect, program.name, program.inputs, results, names, program.sources), wanted, given
 
 
 def _wanted(result: Any, program: Program) -> Strides:
@@ -44,6 +49,12 @@ def _wanted(result: Any, program: Program) -> Strides:
                 f"{name} cannot lie as {result.type}: a result has no gaps, and no two elements at one place"
             )
     return strides  # type: ignore[no-any-return]
+
+
+def _laid(value: Any) -> Strides:
+    """The strides that an operand is to have, where every place is that of one element; an input lies as it does."""
+    known = not isinstance(value, Input) and isinstance(value.type, Type)
+    return dense(value.type).strides if known else None  # type: ignore[return-value]
 
 
 def _plain(kind: Type | None) -> Type | None:
@@ -61,6 +72,12 @@ def typed(call: Aten, node: Aten, wanted: Mapping[Node, Strides]) -> Aten:
 
 def _strided(kind: Type, strides: Strides) -> Type:
     return Type(kind.dtype, kind.shape, strides) if strides else kind
+
+
+def laid_out(call: Aten, strides: Sequence[Strides]) -> Aten:
+    """The call with values that lie so for its arguments."""
+    found: Aten = call.with_children([placed(x, s) for x, s in zip(call.children, strides, strict=True)])
+    return found
 
 
 def placed(value: Any, strides: Strides) -> Any:

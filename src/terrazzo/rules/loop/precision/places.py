@@ -3,12 +3,13 @@ product that something is added to, in one kernel and not in another.
 
 Whole numbers: places and their weights, computed where they are needed, would be those of different elements. And what
 is exponentiated less its own largest: where scores are in the thousands, or 1e8 to say that there is none, their last
-place is a number of some size, a weight of exp(0) becomes exp(64), and what is 0 times that NaN.
+place is a number of some size, a weight of exp(0) becomes exp(64), and what is 0 times that NaN. And squares that are
+subtracted, as in a variance: where all values are one, as of a node with one neighbour, nothing is left of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from terrazzo.ir.contraction import nested_contraction
@@ -49,10 +50,11 @@ def round_places(program: l.Program, log: Log) -> l.Program:
     return _each(program, log, "round_places", "floats become whole numbers", _products)
 
 
-def round_scores(program: l.Program, log: Log) -> l.Program:
-    """`program` with rounded_mul for the products that something is added to in scores of a softmax or the logarithm of
-    a sum of exponentials. Attention, which lies between two products of matrices, is left as it is: its scores are sums
-    that are not the same in two kernels anyway.
+def round_differences(program: l.Program, log: Log) -> l.Program:
+    """`program` with rounded_mul for the products in differences of which little may be left: those that something is
+    added to in scores of a softmax or the logarithm of a sum of exponentials, and in the same scores wherever else they
+    are computed; and squares that are subtracted from what was computed. Scores of attention, which lies between two
+    products of matrices, are left as they are: they are sums that are not the same in two kernels anyway.
 
     @loop
     def f(c: f32[4], x: f32[4, 8], total: f32[4]):
@@ -90,7 +92,18 @@ def round_scores(program: l.Program, log: Log) -> l.Program:
     taken = {b for k in multiplying for b in k.reads}
     between = {k for k in kernels if not (made.isdisjoint(k.reads) or taken.isdisjoint(k.writes))}
     left = multiplying | between
-    return _each(program, log, "round_scores", "scores less their largest", lambda k: set() if k in left else _added(k))
+    rest = [k for k in kernels if k not in left]
+    scores = {k: added for k in rest if (added := _added(k))}
+    found = {form[x] for k, added in scores.items() for form in (_forms(k),) for x in added}
+
+    def products(kernel: l.Kernel) -> set[Node]:
+        squares = _squares(kernel)
+        if kernel in left or not found:
+            return squares
+        named = _forms(kernel)
+        return squares | {x for x in _terms(filter(_is_sum, kernel.terms)) if named[x] in found}
+
+    return _each(program, log, "round_differences", "differences of which little may be left", products)
 
 
 def _each(program: l.Program, log: Log, rule: str, why: str, products: Callable[[l.Kernel], set[Node]]) -> l.Program:
@@ -126,21 +139,48 @@ def _products(kernel: l.Kernel) -> set[Node]:
 
 
 def _added(kernel: l.Kernel) -> set[Node]:
-    """The products of floats, in 32 bits or more, that something is added to in what is exponentiated as a difference,
-    and in the same scores where their largest is found.
+    """The products of floats, in 32 bits or more, that something is added to in what is exponentiated as a difference:
+    in that itself, and in the same scores where their largest is found.
     """
-    powers: list[Any] = [x for x in kernel.terms if _named(x, "exp")]
-    rest: list[Any] = [y for x in powers if _named(x.args[0], "sub") for y in x.args[0].args]
+    powers: list[Any] = [x.args[0] for x in kernel.terms if _named(x, "exp")]  # type: ignore[attr-defined]
+    rest = [x for x in powers if _named(x, "sub")]
     seen: set[Node] = set()
-    sums: list[Any] = []
     while rest:
         x = rest.pop()
         if x not in seen and (isinstance(x, l.Apply) or (isinstance(x, l.Reduce) and x.monoid.name == "max")):
             seen.add(x)
             rest += x.args
-            sums += [x] if _named(x, "add") or _named(x, "sub") else []
+    return _terms(filter(_is_sum, seen))
+
+
+def _terms(sums: Iterable[Any]) -> set[Node]:
+    """The products of floats, in 32 bits or more, among the terms of sums and differences."""
     terms = [y.args[0] if _named(y, "neg") else y for x in sums for y in x.args]
     return {y for y in terms if _named(y, "mul") and y.dtype.is_float and y.dtype.size >= 4}
+
+
+def _is_sum(x: Any) -> bool:
+    return _named(x, "add") or _named(x, "sub")
+
+
+def _forms(kernel: l.Kernel) -> dict[Node, Node]:
+    """What every term computes of which buffers, wherever in these: scores are computed once for their largest, once
+    for the sum of their powers, and again for results.
+    """
+    memo: dict[Node, Any] = {}
+    for x in topological([s.value for s in kernel.stores]):
+        if isinstance(x, l.Load):
+            memo[x] = l.Load(x.buffer, (0,) * len(x.index))
+        else:
+            memo[x] = l.Index(0) if isinstance(x, l.Index) else rebuilt(x, memo)
+    return memo
+
+
+def _squares(kernel: l.Kernel) -> set[Node]:
+    """The squares, in 32 bits or more, that are subtracted from what is no number of the program."""
+    found = [x.args[1] for x in kernel.terms if _named(x, "sub") and not isinstance(x.args[0], l.Literal)]  # type: ignore[attr-defined]
+    squares = {y for y in found if _named(y, "mul") and y.args[0] is y.args[1]}
+    return {y for y in squares if y.dtype.is_float and y.dtype.size >= 4}
 
 
 def _named(x: Any, name: str) -> bool:

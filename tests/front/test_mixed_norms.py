@@ -1,0 +1,43 @@
+"""Norms of 16-bit numbers with weights of 32 bits, as under autocast, whose gradients take what the norm knew in 32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+NORMS: dict[str, Callable[..., Any]] = {
+    "layer": lambda x, w, b: F.layer_norm(x, (8,), w, b),
+    "group": lambda x, w, b: F.group_norm(x.view(-1, 8, 2), 4, w, b),
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NORMS)
+def test_gradients_are_no_further_off_than_eagers(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(16, 8).to(dtype), torch.randn(8), torch.randn(8)]
+    found, eager, exact = (
+        _gradients(f, [kind(t) for t in given])
+        for f, kind in (
+            (torch.compile(NORMS[name], backend="terrazzo"), torch.Tensor.clone),
+            (NORMS[name], torch.Tensor.clone),
+            (NORMS[name], torch.Tensor.double),
+        )
+    )
+    for ours, theirs, wanted in zip(found, eager, exact, strict=True):
+        assert ours.dtype is theirs.dtype
+        limit = 2 * max((theirs - wanted).abs().max(), 1e-6 * wanted.abs().max())
+        assert (ours - wanted).abs().max() <= limit
+
+
+def _gradients(f: Callable[..., Any], given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    for t in given:
+        t.requires_grad_()
+    y = f(*given)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y.dtype)
+    return torch.autograd.grad(y, given, weights)
