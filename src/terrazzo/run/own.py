@@ -6,6 +6,7 @@ forward pass is through, and the gradients are there in the end, which is more t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,13 +40,16 @@ class Layout:
 
 
 def layout(plan: Plan, apart: bool) -> Layout:
-    """Where the temporaries of a plan lie whose steps run one after the other. Large ones lie `apart`, if they may and
-    that takes less memory: those of the arena, or also those that lie in results, which are not there so early then.
+    """Where the temporaries of a plan lie. Where its steps run one after the other, they may lie `apart` if that takes
+    less memory: in an arena of which branches share more than if they ran side by side; or large ones by themselves,
+    those of the arena, or also those that lie in results, which are not there so early then.
     """
     root = roots(plan.slots)
     temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena" and k not in root]
     mine = [k for k in temporary if plan.slots[k].within is None]
     whole = Layout({k: plan.slots[k].offset for k in mine}, plan.arena)
+    if apart and plan.branches > 1:
+        whole = min(whole, _apart(plan, mine, math.inf), key=lambda x: x.size)
     before = _most(plan, whole)
     if not apart or before - _most(plan, Layout({}, 0, frozenset(temporary))) < LARGE:
         return whole
@@ -57,7 +61,7 @@ def layout(plan: Plan, apart: bool) -> Layout:
     return found
 
 
-def _apart(plan: Plan, temporary: Sequence[int], size: int) -> Layout:
+def _apart(plan: Plan, temporary: Sequence[int], size: float) -> Layout:
     """Of these temporaries those of so many bytes by themselves, the others in an arena."""
     first, last = spans(plan)
     used = [k for k in temporary if k in first]
