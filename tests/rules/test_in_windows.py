@@ -261,6 +261,8 @@ def test_patches_that_schedules_store_are_there_in_windows() -> None:
     found = copies_in_windows(p, done, log, lambda steps: 1.0, again, worth=1 << 20)
     assert {e.subject for e in log.events if e.fired and e.rule == "in_windows"} == {"relu", "relu_input"}
     assert most(found.loop) < 0.6 * most(done.loop) and not problem(found)
+    pieces = [e.reason for e in log.events if e.rule == "points" and e.subject.startswith("relu_input_w")]
+    assert pieces and all("from patch to patch" in why for why in pieces), "each is stored as the whole would be"
     assert stages(found, options, Log(), ("plan", "derive"))[-1][0].name == "derive"
     rng = np.random.default_rng(0)
     given = {b.name: rng.integers(-4, 5, b.type.static_shape).astype(np.float32) for b in p.inputs}

@@ -21,8 +21,8 @@ LARGE = 1 << 20
 LESS, MUCH = 1 << 17, 0.05
 """Bytes from which on it has where that saves so much more: many that are not large may be as much together."""
 BESIDE = "aten.convolution"
-"""What ops are called that need memory beside their operands and results, and only the library knows how much: 1.6 to
-3.5 times as much as these, measured for three on an H100 (27 November 2026). What else is in use then is to be little.
+"""What ops are called that may need memory beside their operands and results, and only the library knows how much: what
+else is in use then is to be little.
 """
 GAIN = 0.02
 """The part of all memory that this must save: each is asked for at every call."""

@@ -16,6 +16,7 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.memory.in_windows import WORTH, Price, in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse
 
 PASS = "schedule"
 
@@ -41,6 +42,9 @@ def copies_in_windows(
     schedules: list[tuple[int, Schedule]] = []
     for s in lean.steps:
         if s not in known and isinstance(s, l.Kernel):
+            if not s.carried and (flat := collapse(s)) is not s:  # as a copy was, when its schedule was chosen
+                told.applied(PASS, "collapse", s.name, [s], [flat])
+                s = flat
             part = schedule(l.Program(given.name, given.inputs, (s,), given.results), told)
             schedules += [(len(steps) + n, x) for n, x in part.schedules]
             steps += part.loop.steps
