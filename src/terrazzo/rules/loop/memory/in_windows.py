@@ -35,9 +35,9 @@ WORTH = 64 << 20
 """Bytes in use from which on it is asked: below, what is faster is taken."""
 SAVED = 0.02
 """The part of what is in use from which on it is worth having, or twice as many windows are."""
-COUNTS = 2, 3, 4, 6, 8, 12, 16, 24, 32
+COUNTS = 2, 3, 4, 6, 8, 16, 32
 """How many windows an axis has, at most: the blocks of some fill a GPU a few times, those of others leave much idle."""
-PATIENCE = 3
+PATIENCE = 2
 """Of how many in a row that take too much time no more are tried."""
 ROWS = 64, 1024
 """Of what a window of a long axis is a multiple: the rows of a tile, or of so many that they fill a GPU."""
