@@ -120,6 +120,24 @@ def test_rows_are_summed_from_what_is_stored_where_heads_make_no_chain(head: int
     assert moved or "heads of 256 in float32 make no chain" in events[0].reason
 
 
+def test_results_are_found_where_batches_and_heads_are_one_axis() -> None:
+    """The row sums of a training step are of what the forward pass stores, and nobody computes that once more."""
+
+    def step(q: Any, k: Any, v: Any, g: Any) -> Any:
+        with torch.enable_grad():
+            leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+            out = plain(*leaves).transpose(1, 2).reshape(g.shape)
+            return (out, *torch.autograd.grad(out, leaves, g))
+
+    args = *(torch.empty(2, 3, 256, 64, device="meta") for _ in range(3)), torch.empty(2, 256, 192, device="meta")
+    log = Log()
+    upper = tuple(p.name for p in PASSES if p.name in ("torch_to_tensor", "tensor_to_loop", "gradients"))
+    done = stages(capture(step, args, {}).program, Options(target="sm_90a", libraries="never"), log, upper)[-1][1]
+    (event,) = [e for e in log.events if e.rule == "row_sums"]
+    assert event.fired and "is one over bmm_1, which it is multiplied to" in event.reason
+    assert sum("where" in {b.name for b in s.reads} for s in done.steps) == 1, "others read what is made again"
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_slots_of_parts_under_adverse_orders(seed: int) -> None:
     """Two warpgroups, several steps."""

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import GPUS
 from terrazzo.interp.loop import run
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import loop as l
@@ -17,9 +19,12 @@ from terrazzo.ir.regions import WHOLE, WINDOW, regions
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import problem
 from terrazzo.options import Options
+from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop_to_tile.choose import schedule
+from terrazzo.rules.loop_to_tile.copies import copies_in_windows
 from terrazzo.run.compiled import compile_program
 from terrazzo.run.misfit import shared
 from terrazzo.run.plan import Plan
@@ -160,3 +165,108 @@ def test_calls_of_such_programs(tmp_path: Path) -> None:
     again = compile_program(found, {}, options)
     assert again.program is None, "it came from the cache"
     torch.testing.assert_close(again(given)[0], plain(given)[0], rtol=0, atol=0)
+
+
+SCORES = """
+    with kernel('s', s=f32[{shape}, 512]):
+        for a0 in free(2):
+            for a1 in free(4):
+                for a2 in free(512):
+                    for a3 in free(512):
+                        for r0 in reduce(16):
+                            in0 = q[a0, a1, a2, r0]
+                            in1 = k[a0, a1, a3, r0]
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        s[{index}, a2, a3] = acc0"""
+OVER = """
+    with kernel('o', o=f32[8, 512, 16]):
+        for a0 in free(8):
+            for a1 in free(512):
+                for a2 in free(16):
+                    for r0 in reduce(512):
+                        in0 = s[{index}, a1, r0]
+                        in1 = v[a0, r0, a2]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    o[a0, a1, a2] = acc0"""
+
+
+@pytest.mark.parametrize(("shape", "index", "read"), [("8, 512", "a0 * 4 + a1", "a0"), ("2, 4, 512", "a0, a1", "")])
+def test_a_product_in_windows_of_its_batch(shape: str, index: str, read: str) -> None:
+    """Scores take more than all that they are made of, and all that is made of them: so nobody must want them. A batch
+    may be one axis for one product and two for the other.
+    """
+    inputs = "q: f32[2, 4, 512, 16], k: f32[2, 4, 512, 16], v: f32[8, 512, 16]"
+    read = read or "a0 // 4, a0 % 4"
+    p = program(SCORES.format(shape=shape, index=index), OVER.format(index=read), results="o", inputs=inputs)
+    log = Log()
+    found = in_windows(p, log, lambda steps: 1.0, lambda maker: False, worth=1 << 20)
+    assert {e.subject for e in log.events if e.fired} == {"s", "o"} and most(found) < 0.3 * most(p)
+    same(p, found)
+    rows = program(product("x", "w", "h", 4096, 2048), product("h", "v", "y", 4096, 64), results="y",
+                   inputs="x: f32[4096, 512], w: f32[2048, 512], v: f32[64, 512]")  # fmt: skip
+    assert in_windows(rows, Log(), lambda steps: 1.0, lambda maker: False, worth=1 << 20) is rows, "this has no batch"
+
+
+SCALED = """
+    with kernel('w_parts', w_least=f32[2048], w_1=f32[2048, 512]):
+        for a0 in free(2048):
+            for r0 in reduce(512):
+                in0 = w[a0, r0]
+                acc0 <- max(in0)
+            w_least[a0] = acc0
+            for a1 in free(512):
+                in1 = w[a0, a1]
+                v0 = sub(in1, acc0)
+                w_1[a0, a1] = v0"""
+
+
+def test_numbers_of_rows_go_along_with_these() -> None:
+    added = "in2 = w_least[a1]\n                v1 = add(acc0, in2)\n                y[a0, a1] = v1"
+    more = product("x", "w_1", "y", 256, 2048).replace("y[a0, a1] = acc0", added)
+    p = program(SCALED, more, results="y")
+    found, told = windowed(p)
+    assert {e.subject for e in told} == {"w_parts", "y"} and most(found) < 0.6 * most(p)
+    same(p, found)
+
+
+def test_a_second_layer_has_no_more_windows_than_help() -> None:
+    """It goes down to what is in use in the first one all the same."""
+    layers = (parts(x, 2048) + product("x", f"{x}_1", y, 16, 2048) for x, y in (("w", "y"), ("v", "z")))
+    p = program(*layers, results="y, z", inputs="x: f32[16, 512], w: f32[2048, 512], v: f32[2048, 512]")
+    found, told = windowed(p)
+    assert {e.subject for e in told} == {"w_parts", "y", "v_parts", "z"}
+    y, z = (sum(s.name.startswith(f"{x}_w") for s in found.steps) for x in ("y", "z"))  # type: ignore[union-attr]
+    assert 1 < y < z and most(found) < 0.1 * most(p)
+    same(p, found)
+
+
+def test_patches_that_schedules_store_are_there_in_windows() -> None:
+    """Of whole images, since others are no pieces of what is stored; others stay as they were."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 7, padding=3), torch.nn.ReLU()).bfloat16().to("meta")
+    x = torch.empty(8, 3, 32, 32, dtype=torch.bfloat16, device="meta")
+    with torch.no_grad():
+        captured = capture(net, (x,)).program
+    names = tuple(p.name for p in PASSES if p.dst != "kernel" and p.name not in ("schedule", "plan"))
+    options = Options(target="sm_90a", libraries="never")
+    p = stages(captured, options, Log(), names)[-1][1]
+    gpu = GPUS["sm_90a"]
+
+    def again(p: l.Program, log: Log) -> Any:
+        return schedule(p, gpu, log)
+
+    done, log = schedule(p, gpu, Log()), Log()
+    assert copies_in_windows(p, done, Log(), lambda steps: 1.0, again) is done, "little is in use"
+    found = copies_in_windows(p, done, log, lambda steps: 1.0, again, worth=1 << 20)
+    assert {e.subject for e in log.events if e.fired and e.rule == "in_windows"} == {"relu", "relu_input"}
+    assert most(found.loop) < 0.6 * most(done.loop) and not problem(found)
+    pieces = [e.reason for e in log.events if e.rule == "points" and e.subject.startswith("relu_input_w")]
+    assert pieces and all("from patch to patch" in why for why in pieces), "each is stored as the whole would be"
+    assert stages(found, options, Log(), ("plan", "derive"))[-1][0].name == "derive"
+    rng = np.random.default_rng(0)
+    given = {b.name: rng.integers(-4, 5, b.type.static_shape).astype(np.float32) for b in p.inputs}
+    for one, other in zip(run(p, given, call=call_numpy), run(found.loop, given, call=call_numpy), strict=True):
+        np.testing.assert_array_equal(one, other)
+    scheduled = {n for n, _ in found.schedules}
+    assert scheduled == {n for n, s in enumerate(found.loop.steps) if isinstance(s, l.Kernel)}

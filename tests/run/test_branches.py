@@ -23,7 +23,8 @@ from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
 from terrazzo.run.launch import Graph
 from terrazzo.run.misfit import misfit
-from terrazzo.run.plan import Entry, Plan, make
+from terrazzo.run.own import layout
+from terrazzo.run.plan import Entry, Plan, make, spans
 from terrazzo.run.streams import Streams
 
 often = settings(max_examples=200, deadline=None, derandomize=True)
@@ -212,6 +213,17 @@ def test_where_there_are_no_branches() -> None:
     large = program(chains(2, 10), [20], size=ROOM // 4 + 1)
     assert planned(large, blocks=500).branches == 1
     assert planned(large).branches == 1
+
+
+def test_a_call_in_which_nothing_runs_side_by_side_takes_no_memory_for_that() -> None:
+    plan = planned(program(chains(2, 10), [20], size=ROOM // 80))
+    lies = layout(plan, apart=True)
+    assert layout(plan, apart=False).size == plan.arena > 1.2 * lies.size
+    first, last = spans(plan)
+    ends = {k: offset + plan.slots[k].bytes for k, offset in lies.offsets.items()}
+    for j, k in itertools.combinations(ends, 2):
+        together = first[j] <= last[k] and first[k] <= last[j]
+        assert not together or ends[j] <= lies.offsets[k] or ends[k] <= lies.offsets[j]
 
 
 @pytest.mark.gpu

@@ -76,6 +76,22 @@ def test_many_that_are_not_large_may_be_as_much_together(tmp_path: Path, monkeyp
     assert not layout(ours.compiled.plan, apart=True).own
 
 
+def test_what_is_in_use_while_ops_take_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a convolution nobody knows how much that is: what it does not need is handed on before, even if most is in use
+    elsewhere.
+    """
+
+    def sorted_twice(x: torch.Tensor) -> torch.Tensor:
+        few = torch.sort(x.exp(), -1).values[:, :300]
+        return torch.sort(few.cumsum(0), -1).values.sum()
+
+    plan = terrazzo.compile(sorted_twice, torch.randn(900, 900)).compiled.plan
+    assert not layout(plan, apart=True).own
+    monkeypatch.setattr(own, "BESIDE", "aten.sort")
+    assert {plan.slots[k].shape for k in layout(plan, apart=True).own} == {(900, 900), (900, 300)}
+    assert not layout(plan, apart=False).own
+
+
 @pytest.mark.parametrize("hands_on", [False, True])
 def test_views_of_them_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands_on: bool) -> None:
     """A complex tensor lies where its pairs do, which a kernel wrote."""

@@ -6,8 +6,10 @@ forward pass is through, and the gradients are there in the end, which is more t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import padded, placed
@@ -18,6 +20,10 @@ LARGE = 1 << 20
 """Bytes from which on a temporary may have memory of its own: PyTorch rounds what is less up to a part of a block."""
 LESS, MUCH = 1 << 17, 0.05
 """Bytes from which on it has where that saves so much more: many that are not large may be as much together."""
+BESIDE = "aten.convolution"
+"""What ops are called that may need memory beside their operands and results, and only the library knows how much: what
+else is in use then is to be little.
+"""
 GAIN = 0.02
 """The part of all memory that this must save: each is asked for at every call."""
 
@@ -39,25 +45,38 @@ class Layout:
 
 
 def layout(plan: Plan, apart: bool) -> Layout:
-    """Where the temporaries of a plan lie whose steps run one after the other. Large ones lie `apart`, if they may and
-    that takes less memory: those of the arena, or also those that lie in results, which are not there so early then.
+    """Where the temporaries of a plan lie. Where its steps run one after the other, they may lie `apart` if that takes
+    less memory: in an arena of which branches share more than if they ran side by side; or large ones by themselves,
+    those of the arena, or also those that lie in results, which are not there so early then.
     """
     root = roots(plan.slots)
     temporary = [k for k, s in enumerate(plan.slots) if s.kind == "arena" and k not in root]
     mine = [k for k in temporary if plan.slots[k].within is None]
     whole = Layout({k: plan.slots[k].offset for k in mine}, plan.arena)
-    before = _most(plan, whole)
-    if not apart or before - _most(plan, Layout({}, 0, frozenset(temporary))) < LARGE:
+    if apart and plan.branches > 1:
+        whole = min(whole, _apart(plan, mine, math.inf), key=lambda x: x.size)
+    if not apart:
         return whole
+    before = _most(plan, whole)
     found = whole
-    for size, gain in ((LARGE, GAIN), (LESS, MUCH)):
+    saves = before - _most(plan, Layout({}, 0, frozenset(temporary))) >= LARGE
+    for size, gain in ((LARGE, GAIN), (LESS, MUCH)) if saves else ():
         least = min((_apart(plan, some, size) for some in (mine, temporary)), key=lambda x: _most(plan, x))
         if _most(plan, least) <= _most(plan, found) - gain * before:
+            found = least
+    if calls := [n for n, s in enumerate(plan.steps) if s.name.startswith(BESIDE)]:
+
+        def beside(x: Layout) -> int:
+            used = _used(plan, x)
+            return sum(used[n] for n in calls)
+
+        least = min((_apart(plan, some, LARGE) for some in (mine, temporary)), key=beside)
+        if beside(least) <= (1 - GAIN) * beside(found) and _most(plan, least) <= (1 + GAIN) * _most(plan, found):
             found = least
     return found
 
 
-def _apart(plan: Plan, temporary: Sequence[int], size: int) -> Layout:
+def _apart(plan: Plan, temporary: Sequence[int], size: float) -> Layout:
     """Of these temporaries those of so many bytes by themselves, the others in an arena."""
     first, last = spans(plan)
     used = [k for k in temporary if k in first]
@@ -73,6 +92,11 @@ def _apart(plan: Plan, temporary: Sequence[int], size: int) -> Layout:
 
 def _most(plan: Plan, layout: Layout) -> int:
     """The most bytes that are in use at a time, the arena included."""
+    return max(_used(plan, layout), default=layout.size)
+
+
+def _used(plan: Plan, layout: Layout) -> list[int]:
+    """How many bytes are in use in each step, the arena included."""
     first, last = spans(plan, layout.moved)
     views, root = set[int](), roots(plan.slots)
     for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
@@ -90,11 +114,8 @@ def _most(plan: Plan, layout: Layout) -> int:
         change[first.get(k, 0)] += slot.bytes
         if slot.kind != "result" and k not in plan.results and k not in theirs.values():
             change[last[k] + 1] -= slot.bytes
-    now, most = layout.size, 0
-    for x in change[: len(plan.steps)]:
-        now += x
-        most = max(most, now)
-    return most
+    change[0] += layout.size
+    return list(accumulate(change[: len(plan.steps)]))
 
 
 def views_in(plan: Plan) -> dict[int, int]:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -401,18 +401,29 @@ def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]
         for other in wanted.factors:
             if not isinstance(mine, l.Load) or not isinstance(other, l.Load) or mine.buffer is not other.buffer:
                 continue
-            places: dict[Any, Any] = {p.axis: wanted.axis}
-            for e, place in zip(mine.index, other.index, strict=True):
-                if isinstance(e, Var) and e is not p.axis:
-                    places[e] = place
+            places = {**_places(mine, other), p.axis: wanted.axis}
             open_axes = [a for a in p.kernel.axes if a not in places]
-            left = [a for a in (*wanted.kernel.axes, depth) if a not in places.values()]
+            known = {a for e in places.values() if isinstance(e, Expr) for a in e.free}
+            left = [a for a in (*wanted.kernel.axes, depth) if a not in known]
             for chosen in permutations(left, len(open_axes)):
                 full = {**places, **dict(zip(open_axes, chosen, strict=True))}
                 if all(a.extent == b.extent for a, b in zip(open_axes, chosen, strict=True)) and Counter(
                     substitute(x, full) for x in p.factors
                 ) == Counter(wanted.factors):
                     yield full
+
+
+def _places(mine: l.Load, other: l.Load) -> dict[Any, Any]:
+    """What axes of a load must be for it to be another one: those that are indices, or of which two indices are a
+    quotient and the rest, as where a kernel has one axis of batches and heads.
+    """
+    places: dict[Any, Any] = {e: x for e, x in zip(mine.index, other.index, strict=True) if isinstance(e, Var)}
+    for (high, low), (one, two) in zip(pairwise(mine.index), pairwise(other.index), strict=True):
+        for a in high.free if isinstance(high, Expr) else ():
+            rest: Any = mine.buffer.type.shape[mine.index.index(low)]
+            if isinstance(a, Var) and (high, low) == (a // rest, a % rest):
+                places[a] = one * rest + two
+    return places
 
 
 def _times(factors: list[Any]) -> Any:

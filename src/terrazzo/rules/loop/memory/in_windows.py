@@ -8,33 +8,39 @@ are views of it, and results are stored where the whole result is (`ir/regions.p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+from terrazzo.ir.canonical import nameless
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
+from terrazzo.ir.node import topological
 from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.memory.lifetimes import in_use
-from terrazzo.rules.loop.memory.windows import Group, Windows, along_axis, in_ranges, windows_read
+from terrazzo.rules.loop.memory.windows import Group, Windows, along_axis, in_ranges, windowed, windows_read
 
 PASS = "remake"
 RULE = "in_windows"
 RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
-LOSS = 0.02
+LOSS = 0.05
 """The part of the time of a program that is given for memory at most."""
 WORTH = 64 << 20
 """Bytes in use from which on it is asked: below, what is faster is taken."""
 SAVED = 0.02
 """The part of what is in use from which on it is worth having, or twice as many windows are."""
-MOST = 32
-"""Windows of an axis at most."""
-ROWS = 64
-"""Of what a window of a long axis is a multiple: the rows of a tile."""
+COUNTS = 2, 3, 4, 6, 8, 16, 32
+"""How many windows an axis has, at most: the blocks of some fill a GPU a few times, those of others leave much idle."""
+PATIENCE = 2
+"""Of how many in a row that take too much time no more are tried."""
+ROWS = 64, 1024
+"""Of what a window of a long axis is a multiple: the rows of a tile, or of so many that they fill a GPU."""
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
 LARGEST = 4
@@ -45,16 +51,22 @@ Price = Callable[[Steps], float]
 
 
 def stored_again(maker: l.Kernel) -> bool:
-    """Whether a kernel stores what is in memory already, as parts of numbers or elsewhere, and eager mode would not.
-    What both store may lie there whole, for a product in windows is often slower than the model says: 2048 x 4096 x
-    14336 behind a ReLU took 349 us in two, and 299 to 307 in one (H200).
+    """Whether a kernel stores what is in memory already, and eager mode would not: elsewhere, or as parts of numbers,
+    one of which is what another leaves. What both store may lie there whole, for a product in windows is often slower
+    than the model says: 2048 x 4096 x 14336 behind a ReLU took 349 us in two, and 299 to 307 in one (H200).
     """
-    applied = {x.fn for x in maker.terms if isinstance(x, l.Apply)}
-    return any(f.name == "cut_bf16" for f in applied) or all(map(is_cast, applied))
+    narrow = [s for s in maker.stores if s.buffer.type.dtype.size == 2]
+    left = any(s is not t and s.value in topological([t.value]) for s, t in product(narrow, narrow))
+    return left or all(is_cast(x.fn) for x in maker.terms if isinstance(x, l.Apply))
 
 
 def in_windows(
-    program: l.Program, log: Log, price: Price, wanted: Callable[[l.Kernel], bool] = stored_again, worth: int = WORTH
+    program: l.Program,
+    log: Log,
+    price: Price,
+    wanted: Callable[[l.Kernel], bool] = stored_again,
+    worth: int = WORTH,
+    pass_name: str = PASS,
 ) -> l.Program:
     """`program` with steps that run in windows where most memory is in use, as long as the part of memory that this
     saves is several times the part of the time that it takes; first what is `wanted`, and who goes along with it.
@@ -109,26 +121,34 @@ def in_windows(
     highest = least = max(in_use(program.steps, program.results), default=0)
     now, whole, spent, taken = program, 0.0, 0.0, 0
     found: list[tuple[_Done, int, float]] = []
+    sizes: dict[Any, int] = {}
     for _ in range(ROUNDS):
         used = in_use(now.steps, now.results)
         if (most := max(used, default=0)) < worth:
             break
+        forms = Counter(nameless(s) for s in now.steps if isinstance(s, l.Kernel))
         best: tuple[float, float, _Done] | None = None
+        floor = max((x.least for x, *_ in found), default=0)  # what is in windows is so once
         for group in _groups(now, used.index(most), wanted):
-            ways = list(_counted(now, group, used.index(most)))
-            if not ways or _gain(ways[-1], most, 0.0) <= (best[0] if best else 0.0):
+            form, *others = map(nameless, group.readers)
+            alike, size = forms[form], sizes.get((form, *others), 0)  # other layers take as long for no more windows
+            ways = [x for x in _counted(now, group, used.index(most)) if x.size >= size]
+            if not ways or _gain(ways[-1], most, floor, 0.0) <= (best[0] if best else 0.0):
                 continue
             whole = whole or max(price(program.steps), 1.0)
+            slow = 0
             for done in ways:
                 more = max(price(done.come) - price(done.gone), 0.0)
-                if spent + more > LOSS * whole:  # and more windows take longer
+                slow = slow + 1 if spent + alike * more > LOSS * whole else 0
+                if slow == PATIENCE:
                     break
-                gain = _gain(done, most, more / whole)
-                best = max(best or (0.0, 0.0, done), (gain, more, done), key=lambda x: x[0])
-        if best is None or not best[0]:
+                if not slow and (gain := _gain(done, most, floor, alike * more / whole)) > (best[0] if best else 0.0):
+                    best = gain, more, done
+        if best is None:
             break
         _, more, done = best
         now, spent = done.program, spent + more
+        sizes[tuple(map(nameless, done.group.readers))] = done.size
         found.append((done, most, more))
         less = max(in_use(now.steps, now.results))
         if less < least and (highest - less) / highest > RATE * spent / whole:
@@ -136,14 +156,16 @@ def in_windows(
     for done, most, more in found[:taken]:
         why = f"{done.count} windows: {most / 1e6:.1f} MB are in use, and {done.least / 1e6:.1f} MB here then"
         for s in done.group.kernels:
-            log.add(Event(PASS, RULE, s.name, True, f"{why}, for {more / 1000:.1f} us more"))
-        log.applied(PASS, RULE, done.gone[-1].name, done.gone, done.come)
+            log.add(Event(pass_name, RULE, s.name, True, f"{why}, for {more / 1000:.1f} us more"))
+        log.applied(pass_name, RULE, done.gone[-1].name, done.gone, done.come)
     return found[taken - 1][0].program if taken else program
 
 
-def _gain(done: _Done, most: int, more: float) -> float:
-    """The part of memory that is saved where most is in use, less what so large a part of the time is worth."""
-    return (most - done.least) / most - RATE * more
+def _gain(done: _Done, most: int, floor: int, more: float) -> float:
+    """The part of memory that is saved where most is in use, down to what is in use elsewhere all the same, less what
+    so large a part of the time is worth.
+    """
+    return (most - max(done.least, floor)) / most - RATE * more
 
 
 class _Uses:
@@ -158,12 +180,15 @@ class _Uses:
             for b in s.reads:
                 self.readers.setdefault(b, []).append(s)
 
-    def joins(self, maker: Any) -> bool:
-        """Whether what a step makes can be there in windows: it is no product, which stay whole, and no result."""
-        if not isinstance(maker, l.Kernel) or not self.kept.isdisjoint(maker.writes) or not in_ranges(maker):
+    def joins(self, maker: Any, axes: Set[Any] = frozenset()) -> bool:
+        """Whether what a step makes can be there in windows of some of its axes: it is no result, and if it is a
+        product, these are axes of its batch, so that no window reads what another one does.
+        """
+        if not isinstance(maker, l.Kernel) or not self.kept.isdisjoint(maker.writes) or not in_ranges(maker, axes):
             return False
         read = all(isinstance(r, l.Kernel) for b in maker.writes for r in self.readers.get(b, ()))
-        return read and not any(isinstance(x, l.Reduce) and nested_contraction(x) for x in maker.terms)
+        products = [c for x in maker.terms if isinstance(x, l.Reduce) and (c := nested_contraction(x))]
+        return read and (not products or any(all(axes <= f.free for f in c.factors) for c in products))
 
 
 def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -> Iterator[Group]:
@@ -171,18 +196,30 @@ def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -
     uses = _Uses(program)
     at = {b: n for n, s in enumerate(program.steps) for b in s.writes if n <= peak and uses.joins(s)}
     alive = [b for b in at if b in uses.readers and uses.place[uses.readers[b][-1]] >= peak]
-    seen: set[tuple[frozenset[l.Kernel], frozenset[l.Kernel]]] = set()
-    alive = [b for b in alive if wanted(uses.maker[b])]  # type: ignore[arg-type]
     made = {uses.maker[b]: b for b in sorted(alive, key=lambda b: b.type.span)}  # the largest of each
-    for b in sorted(made.values(), key=lambda b: -b.type.span)[:LARGEST]:
+    large = sorted(made.values(), key=lambda b: -b.type.span)
+    again = [b for b in large if wanted(uses.maker[b])]  # type: ignore[arg-type]
+    seen: set[tuple[frozenset[l.Kernel], frozenset[l.Kernel]]] = set()
+    for b in (*again[:LARGEST], *[b for b in large if b not in again][:LARGEST]):
         for reader in uses.readers[b]:
             axes = {a for x in _loads(reader, b) for a in x.free}
             for axis in (a for a in reader.axes if a in axes and isinstance(a.extent, int)):  # type: ignore[union-attr]
                 group = _closed(uses, reader, axis)  # type: ignore[arg-type]
-                same = group and (frozenset(group.readers), group.makers)
-                if group and same and uses.maker[b] in group.makers and same not in seen:
-                    seen.add(same)
+                same = group and (frozenset(group.readers), frozenset(group.makers))
+                if not group or not same or uses.maker[b] not in group.makers or same in seen:
+                    continue
+                seen.add(same)
+                if b in again or _swells(group):
                     yield group
+
+
+def _swells(group: Group) -> bool:
+    """Whether what a group makes and reads takes more memory than all it is made of and all that is made of it, as
+    scores of attention do, which eager mode need not store either.
+    """
+    within = {b for k in group.makers for b in k.writes}
+    without = {b for k in group.kernels for b in (*k.reads, *k.writes)} - within
+    return sum(b.type.span for b in within) > sum(b.type.span for b in without)
 
 
 def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
@@ -214,29 +251,39 @@ def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
     return Group(readers, makers) if all(map(along_axis, readers, readers.values())) else None
 
 
-def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]) -> frozenset[l.Kernel]:
+def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]) -> dict[l.Kernel, None]:
     """The kernels that make what readers read windows of, and what those read, as far as that may be there in windows
-    only: where what one makes is not read whole.
+    only: where what one makes is not read whole. They come in the order of their steps.
     """
-    found: set[l.Kernel] = set()
-    front = [x.buffer for k, a in readers.items() for x in k.terms if isinstance(x, l.Load) and a in x.free]
-    whole = {x.buffer for k, a in readers.items() for x in k.terms if isinstance(x, l.Load) and a not in x.free}
-    while front:
-        maker = uses.maker.get(front.pop())
-        if maker is None or maker in found or maker in refused or not whole.isdisjoint(maker.writes):
-            continue
-        if uses.joins(maker):
-            found.add(maker)  # type: ignore[arg-type]
-            front += maker.reads
-    return frozenset(found)
+    never = set(refused)
+    while True:
+        along: dict[l.Kernel, frozenset[Any]] = {k: frozenset([a]) for k, a in readers.items()}
+        front, whole = list(readers), set[l.Kernel]()
+        while front:
+            k = front.pop()
+            for x in (x for x in k.terms if isinstance(x, l.Load)):
+                maker = uses.maker.get(x.buffer)
+                if not isinstance(maker, l.Kernel) or maker in never or maker in readers:
+                    continue
+                axes = windowed(x, along[k], maker)
+                if not axes:
+                    whole.add(maker)
+                elif not axes <= (known := along.get(maker, frozenset())):
+                    along[maker] = known | axes
+                    front.append(maker)
+        makers = along.keys() - readers.keys()
+        if bad := {k for k in makers if k in whole or not uses.joins(k, along[k])}:
+            never |= bad
+        else:
+            return dict.fromkeys(sorted(makers, key=uses.place.__getitem__))
 
 
 def _alike(maker: l.Kernel, readers: Mapping[l.Kernel, Var], other: l.Kernel) -> Var | None:
     """The axis along which another kernel reads the windows that readers read of what one makes."""
-    wanted = {(b, x) for k, a in readers.items() for b in maker.writes for x in windows_read(k, a, b)}
+    wanted = {x for k, a in readers.items() for x in windows_read(k, a, maker)}
     extents = {a.extent for a in readers.values()}
     for axis in (a for a in getattr(other, "axes", ()) if a.extent in extents):
-        theirs = {(b, x) for b in maker.writes for x in windows_read(other, axis, b)}
+        theirs = windows_read(other, axis, maker)
         if theirs and theirs <= wanted:
             return axis  # type: ignore[no-any-return]
     return None
@@ -244,16 +291,30 @@ def _alike(maker: l.Kernel, readers: Mapping[l.Kernel, Var], other: l.Kernel) ->
 
 @dataclass(frozen=True)
 class _Done:
-    """A program of which a group runs in windows: the steps that are gone and those that are there instead, and the
-    most bytes that are in use during these.
+    """A program of which a group runs in windows of a size: the steps that are gone and those that are there instead,
+    and the most bytes that are in use during these.
     """
 
     program: l.Program
     group: Group
-    count: int
+    size: int
     gone: Steps
     come: Steps
     least: int
+
+    @property
+    def count(self) -> int:
+        """How many windows there are."""
+        return -(-self.group.extent // self.size)
+
+
+def _sizes(extent: int) -> list[int]:
+    """The sizes that windows of an axis may have, the largest first."""
+    found = set[int]()
+    for size in (-(-extent // count) for count in COUNTS):
+        found |= {-(-size // n) * n for n in ROWS if size >= n}
+        found |= {size} if size < ROWS[0] and extent % size == 0 else set()
+    return sorted((n for n in found if n < extent), reverse=True)
 
 
 def _counted(program: l.Program, group: Group, peak: int) -> Iterator[_Done]:
@@ -261,22 +322,18 @@ def _counted(program: l.Program, group: Group, peak: int) -> Iterator[_Done]:
     save less than results take that are there from the first one on.
     """
     most = least = max(in_use(program.steps, program.results))
-    for count in (1 << n for n in range(1, MOST.bit_length())):
-        size = -(-group.extent // count)
-        size = -(-size // ROWS) * ROWS if size >= ROWS else size
-        if size == group.extent or (size < ROWS and group.extent % count):
-            continue
+    for size in _sizes(group.extent):
         done = Windows(program, group, size).program()
         if done is None or not _called(done) <= _called(program):  # a piece in pieces lies in none
-            return
+            continue
         old, new = set(program.steps), set(done.steps)
         gone, come = ([s for s in x.steps if s not in y] for x, y in ((program, new), (done, old)))
-        there = {*come, program.steps[peak]}
+        there = {program.steps[peak], *(s for s in come if isinstance(s, l.Kernel))}  # calls only name memory
         used = in_use(done.steps, done.results)
         now = max(n for s, n in zip(done.steps, used, strict=True) if s in there)
         if least - now >= SAVED * most:
             least = now
-            yield _Done(done, group, -(-group.extent // size), gone, come, now)
+            yield _Done(done, group, size, gone, come, now)
         elif least < most:
             return
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import substitute
@@ -24,7 +26,7 @@ class Group:
     """
 
     readers: Mapping[l.Kernel, Var]
-    makers: frozenset[l.Kernel]
+    makers: Collection[l.Kernel]
 
     @property
     def kernels(self) -> tuple[l.Kernel, ...]:
@@ -37,33 +39,64 @@ class Group:
         return max(a.extent for a in self.readers.values())  # type: ignore[type-var, return-value]
 
 
-def in_ranges(kernel: l.Kernel) -> bool:
-    """Whether a range of what a kernel stores can be computed by itself, by a kernel that is the same for all: its
-    stores have one place, and that is its axes.
+def in_ranges(kernel: l.Kernel, along: Set[Any]) -> bool:
+    """Whether ranges along some axes of what a kernel stores can be computed by themselves, by a kernel that is the
+    same for all: the place of each of its stores is made of them, and of others of its axes.
     """
-    indices = {s.index for s in kernel.stores}
-    shapes = {s.buffer.type.shape for s in kernel.stores}
-    if kernel.scans or len(indices) > 1 or len(shapes) > 1:
+    if kernel.scans or not _free_of(kernel, along):
         return False
-    (index,), (shape,) = indices, shapes
-    axes = [e for e in index if isinstance(e, Expr)]
-    plain = all(
-        (e == 0 and n == 1) or (isinstance(e, Var) and e.extent == n) for e, n in zip(index, shape, strict=True)
-    )
-    return plain and len({*axes}) == len(axes) and _free_of(kernel, set(axes))
+    for s in kernel.stores:
+        places = [_digits(e, n) for e, n in zip(s.index, s.buffer.type.shape, strict=True)]
+        axes = [a for p in places for a in p or ()]
+        if None in places or len({*axes}) < len(axes) or not along <= {*axes}:
+            return False
+    return True
+
+
+def _digits(e: IntExpr, size: IntExpr) -> tuple[Var, ...] | None:
+    """The axes, outermost first, that an index is made of and which together go through all of so many places in order;
+    None where there are none such.
+    """
+    axes = {a: coefficient(e, a) for a in (e.free if isinstance(e, Expr) else ()) if isinstance(a, Var)}
+    order = sorted(axes, key=lambda a: -c if isinstance(c := axes[a], int) else 0)
+    whole: IntExpr = 0
+    step: Any = 1
+    for a in reversed(order):
+        whole, step = whole + a * step, step * a.extent
+    return tuple(order) if e == whole and step == size else None
+
+
+def _axes_in(e: IntExpr, start: int, size: int) -> dict[Any, IntExpr] | None:
+    """What axes are where an index made of them goes through a range; None where that is no range of one of them."""
+    found: dict[Any, IntExpr] = {}
+    order: Any = _digits(e, bounds(e)[1] + 1 if isinstance(e, Expr) else 1)  # type: ignore[operator]
+    for k, a in enumerate(order or ()):
+        inner = math.prod(x.extent for x in order[k + 1 :])
+        if start % inner == 0 and size % inner == 0:
+            return found if size == a.extent * inner else found | {a: Var(a.name, size // inner) + start // inner}
+        if start // inner != (start + size - 1) // inner:
+            return None
+        found[a], start = start // inner, start % inner
+    return found
+
+
+def windowed(x: l.Load, axes: Set[Any], maker: l.Kernel) -> frozenset[Any]:
+    """The axes of what a kernel stores of which a load reads windows that go along some axes of its own: of several
+    that one index is made of, the outermost.
+    """
+    index = next(s.index for s in maker.stores if s.buffer is x.buffer)
+    pairs = zip(x.index, index, x.buffer.type.shape, strict=True)
+    known = (_digits(f, n) or () for e, f, n in pairs if isinstance(e, Expr) and not e.free.isdisjoint(axes))
+    return frozenset(a for places in known for a in [x for x in places if x.extent != 1][:1])
 
 
 def along_axis(kernel: l.Kernel, axis: Var) -> bool:
     """Whether a kernel can run in windows of an axis, all of which are the same kernel."""
-    once = all(len(_knowing(s.index, axis)) == 1 for s in kernel.stores)
-    return not kernel.scans and once and _free_of(kernel, {axis})
+    stored = all(any(isinstance(e, Expr) and axis in e.free for e in s.index) for s in kernel.stores)
+    return not kernel.scans and stored and _free_of(kernel, {axis})
 
 
-def _knowing(index: Sequence[IntExpr], axis: Var) -> list[int]:
-    return [d for d, e in enumerate(index) if isinstance(e, Expr) and axis in e.free]
-
-
-def _free_of(kernel: l.Kernel, axes: set[Any]) -> bool:
+def _free_of(kernel: l.Kernel, axes: Set[Any]) -> bool:
     """Whether no number is made of axes themselves, nor a guard: these would be others in every window."""
     for x in kernel.terms:
         if isinstance(x, l.Index) and not axes.isdisjoint(x.free):
@@ -100,15 +133,27 @@ def _together(one: Range, other: Range) -> Range | None:
     return low, tuple(max(e) - a for a, e in zip(low, zip(*ends, strict=True), strict=True))
 
 
-def windows_read(kernel: l.Kernel, axis: Var, b: l.Buffer) -> set[tuple[int, Range]]:
-    """The ranges of a buffer that the first and the last window of two, or of each element, read."""
+def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel) -> set[Any]:
+    """What the first and the last window of two, or of each element, read of what another kernel makes: where its axes
+    are then.
+    """
     extent: Any = axis.extent
     size = extent // 2 if extent % 2 == 0 else 1
-    found: set[tuple[int, Range]] = set()
+    found: set[Any] = set()
     for start in (0, extent - size):
-        at = {axis: Var(axis.name, size) + start}
-        found |= {(start, part) for x, part in (_read(kernel, at) or {}).items() if x.buffer is b}
+        read = _read(kernel, {axis: Var(axis.name, size) + start}) or {}
+        for x, part in read.items():
+            if x.buffer in maker.writes:
+                at = _axes_at(maker, x.buffer, part)
+                found.add((start, None if at is None else frozenset(at.items())))
     return found
+
+
+def _axes_at(maker: l.Kernel, b: l.Buffer, part: Range) -> dict[Any, IntExpr] | None:
+    """Where the axes of a kernel are when it stores a part of a buffer; None if that cannot be said."""
+    index = next(s.index for s in maker.stores if s.buffer is b)
+    each = [_axes_in(*x) for x in zip(index, *part, strict=True)]
+    return None if None in each else {a: e for x in each for a, e in (x or {}).items()}
 
 
 def ranged(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], kind: Type) -> Range | None:
@@ -156,9 +201,10 @@ class Windows:
                 for s, x in stored.items():
                     pieces[s].append(x)
         for s, found in pieces.items():
-            d = _knowing(s.index, next(a for k, a in self.group.readers.items() if s in k.stores))[0]
+            shape = s.buffer.type.static_shape
+            (d, *others) = [d for d, n in enumerate(shape) if any(part[1][d] != n for _, part in found)] or [0]
             ends = [at[d] + n[d] for _, (at, n) in found]
-            if [at[d] for _, (at, _) in found] != [0, *ends[:-1]] or ends[-1] != s.buffer.type.shape[d]:
+            if others or [at[d] for _, (at, n) in found] != [0, *ends[:-1]] or ends[-1] != shape[d]:
                 return None
             source = next(x.source for x in mine if s in x.stores)
             self.steps.append(l.Call(WHOLE, (tuple(b for b, _ in found), d), (), (s.buffer,), 0, source))
@@ -213,17 +259,22 @@ class Windows:
             return self.made[b, part]
         starts, shape = part
         if (maker := self.maker.get(b)) is not None:
-            index = maker.stores[0].index
-            at = {
-                e: Var(e.name, n) + start
-                for e, start, n in zip(index, starts, shape, strict=True)
-                if isinstance(e, Var)
-            }
-            kinds = {s: _shrunk(s.buffer.type, shape) for s in maker.stores}
-            stored = {s: (l.Buffer(_fresh(s.buffer.name, self.names), kinds[s]), part) for s in maker.stores}
+            at = _axes_at(maker, b, part)
+            parts = {s: ranged(s.index, at, s.buffer.type) for s in maker.stores} if at is not None else {}
+            if (
+                at is None
+                or parts[next(s for s in maker.stores if s.buffer is b)] != part
+                or not _free_of(maker, {*at})
+            ):
+                return None
+            stored: dict[l.Store, tuple[l.Buffer, Range]] = {}
+            for s, there in parts.items():
+                if there is None:
+                    return None
+                stored[s] = l.Buffer(_fresh(s.buffer.name, self.names), _shrunk(s.buffer.type, there[1])), there
             if not self.put(maker, at, stored):
                 return None
-            self.made |= {(s.buffer, part): new for s, (new, _) in stored.items()}
+            self.made |= {(s.buffer, there): new for s, (new, there) in stored.items()}
         elif shape == b.type.shape:
             self.made[b, part] = b
         else:

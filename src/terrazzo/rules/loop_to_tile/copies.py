@@ -1,0 +1,65 @@
+"""What schedules store first, such as patches of images, is there in windows where much memory is in use.
+
+A product whose operands are stored first has them in memory beside all else, and patches that overlap are many times
+what their image is. Kernels of Loop IR do not tell that before they have schedules. So it is asked for afterwards, with
+the rule that has parts of numbers in windows (`rules/loop/memory/in_windows.py`), and who runs in windows is scheduled
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
+from terrazzo.ir.schedule import Schedule
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.memory.in_windows import WORTH, Price, in_windows
+from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse
+
+PASS = "schedule"
+
+
+def copies_in_windows(
+    given: l.Program,
+    done: tile.Program,
+    log: Log,
+    price: Price,
+    schedule: Callable[[l.Program, Log], tile.Program],
+    worth: int = WORTH,
+) -> tile.Program:
+    """`done`, the schedules of a program, with what stores more than that did, and those that read it, in windows where
+    this lowers what is in use for as little time as it does elsewhere.
+    """
+    before = {*given.steps}
+    told = Log(applications=None if log.applications is None else [])
+    lean = in_windows(done.loop, told, price, lambda maker: maker not in before, worth, PASS)
+    if lean is done.loop:
+        return done
+    known = {done.loop.steps[n]: s for n, s in done.schedules}
+    steps: list[l.Kernel | l.Call] = []
+    schedules: list[tuple[int, Schedule]] = []
+    for s in lean.steps:
+        if s not in known and isinstance(s, l.Kernel):
+            if not s.carried and (flat := collapse(s)) is not s:  # as a copy was, when its schedule was chosen
+                told.applied(PASS, "collapse", s.name, [s], [flat])
+                s = flat
+            part = schedule(l.Program(given.name, given.inputs, (s,), given.results), told)
+            schedules += [(len(steps) + n, x) for n, x in part.schedules]
+            steps += part.loop.steps
+        else:
+            schedules += [(len(steps), known[s])] if s in known else []
+            steps.append(s)
+    made = l.Program(given.name, given.inputs, tuple(steps), given.results)
+    if _most(made) >= _most(done.loop):  # who was scheduled again stores something else now
+        return done
+    for event in told.events:
+        log.add(event)
+    if log.applications is not None:
+        log.applications += told.applications or ()
+    return tile.Program(made, tuple(schedules))
+
+
+def _most(program: l.Program) -> int:
+    return max(in_use(program.steps, program.results), default=0)
