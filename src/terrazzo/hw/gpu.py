@@ -4,6 +4,7 @@ reads nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from terrazzo.errors import UserError
@@ -27,7 +28,7 @@ class Warpgroups:
     gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what they
     fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
     blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
-    parts; these come from memory at `parts_memory`.
+    parts; these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
     """
 
     rate: float
@@ -59,6 +60,7 @@ class Warpgroups:
     parts_memory: float = 1.0
     parts_states: float = 0.0
     parts_meeting: float = 0.0
+    banks: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ H200 = Warpgroups(
     gathered=20.6, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0, states=6.8, flying=36000.0,
     read=18.0, after=120.0, crowd=1.95, straddling=2.17, overhang=0.5, meeting=600.0, sharing=0.006,
     given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0, parts_states=2.0,
-    parts_meeting=5000.0,
+    parts_meeting=1000.0, banks=218.0,
 )  # fmt: skip
 """Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
 that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,10 @@ EVERY_DIGIT = 3
 """Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
 LITTLE = 2 << 20
 """Bytes that a kernel writes up to which it takes hardly longer than its launch."""
+TOGETHER = 32 << 20
+"""Bytes of two tensors up to which one launch makes the halves of both. Of 3 to 15 MB it saved 1.1 to 1.7 us of 6 to 14
+(H100, 27 November 2026); beyond, tiles of clusters save more, which need to tell two tensors apart.
+"""
 
 Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
 """What is gained by kernels in place of others, or why they are not worth having."""
@@ -377,17 +382,42 @@ class _Parts:
 
     def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
         """A kernel whose product is three of float16, after those that store the two parts of its factors."""
-        found = []
+        sources = []
         for x in map(operand, c.factors):
             depth = two_parts.depth_of(x, c)
             assert isinstance(x, l.Load) and depth is not None
-            if (key := (x.buffer, depth)) not in self.halved:
-                laid_out = _laid_out(x.buffer.type, f16)
-                self.halved[key] = new = two_parts.halves(x.buffer, depth, laid_out, self.fresh)
-                maker = two_parts.maker(x.buffer, depth, new, self.fresh(f"{x.buffer.name}_parts"), kernel.source)
-                self.steps.insert(self.steps.index(kernel), maker)
-            found.append(self.halved[key])
+            sources.append((x.buffer, depth))
+        missing = [key for key in dict.fromkeys(sources) if key not in self.halved]
+        if len(missing) == 2 and self.behind(*missing):
+            self.halve([buffer for buffer, _ in missing], missing[0][1], kernel)
+        else:
+            for buffer, depth in missing:
+                self.halve([buffer], depth, kernel)
+        found = [self.halved[key] for key in sources]
         return two_parts.multiplied(kernel, c, (found[0], found[1]))
+
+    def halve(self, buffers: Sequence[l.Buffer], depth: int, reader: l.Kernel) -> None:
+        """Have the two parts of a tensor stored, or of two, before who multiplies them."""
+        (name, laid_out), rows = ((x := buffers[0]).name, _laid_out(x.type, f16)), 0
+        if len(buffers) > 1:
+            shape = sum(b.type.static_shape[0] for b in buffers), *x.type.static_shape[1:]
+            name, laid_out = "_".join(b.name for b in buffers), _laid_out(Type(f32, shape), f16)
+        new = two_parts.halves(name, depth, laid_out, self.fresh)
+        maker = two_parts.maker(buffers, depth, new, self.fresh(f"{name}_parts"), reader.source)
+        self.steps.insert(self.steps.index(reader), maker)
+        for buffer in buffers:
+            self.halved[buffer, depth] = replace(new, before=rows)
+            rows += buffer.type.static_shape[0]
+
+    def behind(self, one: tuple[l.Buffer, int], other: tuple[l.Buffer, int]) -> bool:
+        """Whether the rows of two tensors may lie one behind the other, for one launch to make the parts of both: rows
+        of a matrix, along memory, that are few, and of which either all or none are the same in every call.
+        """
+        buffers = [b for b, _ in (one, other)]
+        alike = len({(d, *b.type.static_shape[1:]) for b, d in (one, other)}) == 1 and one[1] == 1
+        along = all(b.type.rank == 2 and b.type.element_strides[1] == 1 for b in buffers)
+        same = len({b in self.constant for b in buffers}) == 1
+        return alike and along and same and sum(b.type.span for b in buffers) < TOGETHER
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
