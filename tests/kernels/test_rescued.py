@@ -170,12 +170,12 @@ def f(x: f32[2, 64, 256], w: f32[2, 48, 256]):
     ("side", "across", "told"),
     [
         (1024, False, "a product of float32 is 3 of float16"),
-        (1024, True, "a product of float32 is 6 of bfloat16"),
-        (4096, True, "a product of float32 is 3 of float16"),
+        (512, True, "a product of float32 is 6 of bfloat16"),
+        (2048, True, "a product of float32 is 3 of float16"),
     ],
 )
 def test_rows_across_memory_are_scaled_for_long_products(side: int, across: bool, told: str) -> None:
-    """Who scales them goes through memory three times."""
+    """Three kernels scale them, each of which goes through memory, and two of which meet afterwards."""
     source = text(side, side, side)
     log = Log()
     options = Options(target="sm_90a", libraries="never", fp32="split")
@@ -199,3 +199,11 @@ def test_sums_are_added_up_while_later_products_are_on_their_way() -> None:
     """Where registers have room for those of all three groups of a step."""
     assert waits((64, 64, 512), 64) == [2, 1, 0]
     assert waits((64, 128, 512), 128) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 3584), (512, 256, 2048)])
+def test_blocks_share_the_steps_of_few_columns(shape: tuple[int, int, int]) -> None:
+    """Instructions of narrower tiles would read both factors from shared memory too often."""
+    p = product(halved(text(*shape)).steps[-1])
+    assert p is not None
+    assert warpgroups.plans(p, gpu("sm_90a"))[0].tile.share > 1

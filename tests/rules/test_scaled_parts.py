@@ -288,7 +288,7 @@ def f(x: f32[512, 512], w: f32[512, 512]):
                 z[a0, a1] = acc0
     return (y, z)
 """
-    assert [s.name for s in halved(source).steps] == ["x_w_parts", "y", "w_parts", "z"]
+    assert [s.name for s in halved(source).steps] == ["x_w_parts", "y", "w_root", "w_least", "w_parts", "z"]
 
 
 @pytest.mark.parametrize("m, names", [(4096, ["x_w_parts", "y"]), (8192, ["x_parts", "w_parts", "y"])])
@@ -317,3 +317,17 @@ def test_special_numbers_have_parts_that_keep_their_meaning() -> None:
     assert np.isfinite(first).all() and (first != 0)[SPECIAL != 0].all()
     assert (second == SPECIAL)[np.isinf(SPECIAL)].all() and np.isnan(second[np.isnan(SPECIAL)]).all()
     assert np.isfinite(second[np.isfinite(SPECIAL)]).all()
+
+
+def test_rows_across_memory_have_the_parts_of_rows_along_it() -> None:
+    """In three kernels: of the roots, of what is lost, which is added up otherwise, and of the parts."""
+    x = numbers(64, 512)
+    source = text(64, 64, 512).replace("w: f32[64, 512]", "w: f32[512, 64]").replace("w[a1, r0]", "w[r0, a1]")
+    *makers, _ = halved(source).steps
+    assert [s.name for s in makers] == ["x_parts", "w_root", "w_least", "w_parts"]
+    stored = tuple(b for s in makers for b in s.writes)
+    with np.errstate(all="ignore"):
+        values = loop.run(l.Program("f", parse(source).inputs, tuple(makers), stored), {"x": x, "w": x.T.copy()})
+    found = {b.name: v for b, v in zip(stored, values, strict=True)}
+    assert all(np.array_equal(found[f"x_{p}"], found[f"w_{p}"].T) for p in ("1", "2", "root"))
+    assert np.allclose(found["x_least"], found["w_least"], rtol=1e-5, atol=0)

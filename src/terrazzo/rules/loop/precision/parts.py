@@ -403,8 +403,8 @@ class _Parts:
             shape = sum(b.type.static_shape[0] for b in buffers), *x.type.static_shape[1:]
             name, laid_out = "_".join(b.name for b in buffers), _laid_out(Type(f32, shape), f16)
         new = two_parts.halves(name, depth, laid_out, self.fresh)
-        maker = two_parts.maker(buffers, depth, new, self.fresh(f"{name}_parts"), reader.source)
-        self.steps.insert(self.steps.index(reader), maker)
+        at = self.steps.index(reader)
+        self.steps[at:at] = two_parts.makers(buffers, depth, new, self.fresh(f"{name}_parts"), reader.source)
         for buffer in buffers:
             self.halved[buffer, depth] = replace(new, before=rows)
             rows += buffer.type.static_shape[0]

@@ -97,8 +97,11 @@ def halves(name: str, depth: int, laid_out: Type, fresh: Callable[[str], str]) -
     return Halves(first, second, root, least)
 
 
-def maker(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, source: str) -> l.Kernel:
-    """The kernel that stores them: of one tensor, or of the rows of two, one behind the other."""
+def makers(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, source: str) -> list[l.Kernel]:
+    """The kernels that store them: of one tensor, or of the rows of two, one behind the other. One kernel does, whose
+    threads have a row; but where rows lie across memory, few threads would have all of it: there the roots come first,
+    and then what goes by these.
+    """
     shape = found.first.type.static_shape
     rows = [d for d in range(len(shape)) if d != depth]
     names = {d: f"a{n}" for n, d in enumerate([*rows, depth])}
@@ -119,19 +122,23 @@ def maker(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, sou
     def reduced(name: str, term: Callable[[Node], Node]) -> l.Reduce:
         return l.Reduce.make(monoid(name), (along,), (term(number(along)),))
 
-    largest = reduced("max", lambda x: apply("where", _finite(x), apply("abs", x), _number(0.0)))
-    root, scale = scales(largest)
-    x = number(axes[depth])
-    first, second, _ = parts(x, scale)
-    lost = reduced("sum", lambda x: parts(x, scale)[2])
-    row = tuple(axes[d] for d in rows)
-    stores = (
-        l.Store(found.root, row, root),
-        l.Store(found.least, row, apply("mul", lost, _number(2.0 ** (LARGEST + 1) * SURE / SCALE))),
-        l.Store(found.first, at(axes[depth]), first),
-        l.Store(found.second, at(axes[depth]), second),
-    )
-    return l.Kernel(name, tuple(axes.values()), stores, source)
+    def stored(scale: Node) -> tuple[list[l.Store], l.Store]:
+        """The two parts, and how large sums are to be, of rows that are scaled so."""
+        halves = zip((found.first, found.second), parts(number(axes[depth]), scale)[:2], strict=True)
+        lost = reduced("sum", lambda x: parts(x, scale)[2])
+        least = apply("mul", lost, _number(2.0 ** (LARGEST + 1) * SURE / SCALE))
+        return [l.Store(b, at(axes[depth]), x) for b, x in halves], l.Store(found.least, row, least)
+
+    row, every = tuple(axes[d] for d in rows), tuple(axes.values())
+    root, scale = scales(reduced("max", lambda x: apply("where", _finite(x), apply("abs", x), _number(0.0))))
+    first = l.Store(found.root, row, root)
+    if any(b.type.element_strides[depth] == 1 for b in buffers):
+        two, least = stored(scale)
+        return [l.Kernel(name, every, (first, least, *two), source)]
+    known = l.Load(found.root, row)
+    two, least = stored(apply("div", _number(1.0), apply("mul", known, known)))
+    apart = (found.root.name, row, (first,)), (found.least.name, row, (least,)), (name, every, tuple(two))
+    return [l.Kernel(x, axes, stores, source) for x, axes, stores in apart]
 
 
 def scales(largest: Node) -> tuple[Node, Node]:
