@@ -46,11 +46,19 @@ def _row(store: l.Store, t: Tile) -> int:
 
 
 def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
-    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
+    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size. Each subtile but the
+    first ones waits for a slot.
+    """
     by = leaves(p, t)
     if not by:
         return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
-    return has.gathered if by == "tma" else has.rows
+    if by != "tma":
+        return has.rows
+    if t.turns:
+        return has.in_turns
+    columns = t.n // t.parts
+    size, waits = 2 * t.m * columns, max(columns // t.width - RESULTS, 0)
+    return size / (size / has.gathered + waits * has.emptied)
 
 
 def leaves(p: Product, t: Tile) -> str:
