@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,29 +17,32 @@ from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
+from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.precision import scaled_parts as two_parts
-from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, pairs, parts, small_parts, total
+from terrazzo.rules.loop.precision.halved import halved
+from terrazzo.rules.loop.precision.number_parts import (
+    EXACT,
+    SCALE,
+    few_parts,
+    laid_out,
+    pairs,
+    parts,
+    small_parts,
+    stride,
+    total,
+)
 from terrazzo.rules.loop.precision.peaks import peaked
-from terrazzo.rules.loop.precision.scaled_parts import Halves
+from terrazzo.rules.loop.precision.scaled_parts import Halves, why_not
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
 RULE = "into_parts"
-ALIGNED = 8
-"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
-
 EVERY_DIGIT = 3
 """Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
 LITTLE = 2 << 20
 """Bytes that a kernel writes up to which it takes hardly longer than its launch."""
-TOGETHER = 32 << 20
-"""Bytes of two tensors up to which one launch makes the halves of both. Of 3 to 15 MB it saved 1.1 to 1.7 us of 6 to 14
-(H100, 27 November 2026); beyond, tiles of clusters save more, which need to tell two tensors apart.
-"""
 
 Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
 """What is gained by kernels in place of others, or why they are not worth having."""
@@ -219,7 +221,7 @@ class _Parts:
         first = ""
         none = frozenset[Node]()
         ways = [(False, none), *((False, side) for side in _sides(kernel))]
-        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+        if self.count == EVERY_DIGIT and not why_not(product(kernel)):
             ways.append((True, none))
         for self.scaled, self.inside in ways:
             old, new = self.put(kernel, products)
@@ -312,17 +314,17 @@ class _Parts:
             return
         whole = source
         if isinstance(source, l.Buffer):
-            kind, name = _laid_out(source.type), source.name
+            kind, name = laid_out(source.type), source.name
             free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
             whole = l.Load(source, free)
         else:
-            kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
+            kind = laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(p and l.Buffer(self.fresh(f"{name}_{n}"), kind) for n, p in enumerate(self.split(x), 1))
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
-        order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+        order = sorted(range(kind.rank), key=lambda d: -stride(kind, d))
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
@@ -382,42 +384,10 @@ class _Parts:
 
     def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
         """A kernel whose product is three of float16, after those that store the two parts of its factors."""
-        sources = []
-        for x in map(operand, c.factors):
-            depth = two_parts.depth_of(x, c)
-            assert isinstance(x, l.Load) and depth is not None
-            sources.append((x.buffer, depth))
-        missing = [key for key in dict.fromkeys(sources) if key not in self.halved]
-        if len(missing) == 2 and self.behind(*missing):
-            self.halve([buffer for buffer, _ in missing], missing[0][1], kernel)
-        else:
-            for buffer, depth in missing:
-                self.halve([buffer], depth, kernel)
-        found = [self.halved[key] for key in sources]
-        return two_parts.multiplied(kernel, c, (found[0], found[1]))
-
-    def halve(self, buffers: Sequence[l.Buffer], depth: int, reader: l.Kernel) -> None:
-        """Have the two parts of a tensor stored, or of two, before who multiplies them."""
-        (name, laid_out), rows = ((x := buffers[0]).name, _laid_out(x.type, f16)), 0
-        if len(buffers) > 1:
-            shape = sum(b.type.static_shape[0] for b in buffers), *x.type.static_shape[1:]
-            name, laid_out = "_".join(b.name for b in buffers), _laid_out(Type(f32, shape), f16)
-        new = two_parts.halves(name, depth, laid_out, self.fresh)
-        at = self.steps.index(reader)
-        self.steps[at:at] = two_parts.makers(buffers, depth, new, self.fresh(f"{name}_parts"), reader.source)
-        for buffer in buffers:
-            self.halved[buffer, depth] = replace(new, before=rows)
-            rows += buffer.type.static_shape[0]
-
-    def behind(self, one: tuple[l.Buffer, int], other: tuple[l.Buffer, int]) -> bool:
-        """Whether the rows of two tensors may lie one behind the other, for one launch to make the parts of both: rows
-        of a matrix, along memory, that are few, and of which either all or none are the same in every call.
-        """
-        buffers = [b for b, _ in (one, other)]
-        alike = len({(d, *b.type.static_shape[1:]) for b, d in (one, other)}) == 1 and one[1] == 1
-        along = all(b.type.rank == 2 and b.type.element_strides[1] == 1 for b in buffers)
-        same = len({b in self.constant for b in buffers}) == 1
-        return alike and along and same and sum(b.type.span for b in buffers) < TOGETHER
+        makers, product = halved(kernel, c, self.halved, self.constant, self.fresh)
+        at = self.steps.index(kernel)
+        self.steps[at:at] = makers
+        return product
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
@@ -511,16 +481,3 @@ def _rearranged(x: Node) -> bool:
         return False
     place = flatten(x.index, x.buffer.type.element_strides)
     return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
-
-
-def _laid_out(kind: Type, dtype: DType = bf16) -> Type:
-    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
-    order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
-    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
-    return plain if found.element_strides == plain.element_strides else found
-
-
-def _stride(kind: Type, d: int) -> float:
-    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
-    found = kind.element_strides[d]
-    return found if isinstance(found, int) and found else float("inf")
