@@ -27,6 +27,10 @@ TURNING = 0.95
 """At what part of the rate results of 16 bits leave registers where memory runs along a tile's rows: lanes side by side
 have columns. Held against benchmarks/fits/h100-small.json: 64 x 96 of 256 x 768 x 2304 took 5.5 us turned, and 4.5 not.
 """
+BOTH = 0.8
+"""What is left of waiting for slots where two warpgroups have some each: 512 x 2048 x 5632 took 20.1 us in tiles of 128
+x 176, which are eleven subtiles (H200), and 24.1 in those of 192, which are three (H100).
+"""
 
 
 def result_sites(p: Product, t: Tile, by: str) -> Sequence[Site]:
@@ -53,7 +57,7 @@ def _row(store: l.Store, t: Tile) -> int:
 
 def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size. Narrow subtiles wait for
-    slots more often than wide ones, which nothing hides where warpgroups take no turns.
+    slots more often than wide ones, which nothing hides unless warpgroups take turns.
     """
     by = leaves(p, t)
     if not by:
@@ -62,9 +66,9 @@ def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
         return has.direct * min(size / 4, 1.0) * (TURNING if turned and size < 4 else 1.0)
     if by != "tma":
         return has.rows
-    columns = t.n // t.parts
-    size, waits = 2 * t.m * columns, 0 if t.turns else columns // t.width - ceil(columns, WIDE)
-    return size / (size / has.gathered + waits * has.emptied)
+    columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * (BOTH if t.groups > 1 else 1.0)
+    size, more = 2 * t.m * columns, columns // t.width - ceil(columns, WIDE)
+    return size / (size / has.gathered + more * waited)
 
 
 def leaves(p: Product, t: Tile) -> str:
