@@ -17,21 +17,28 @@ from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
+from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.precision import scaled_parts as two_parts
-from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, pairs, parts, small_parts, total
+from terrazzo.rules.loop.precision.halved import halved
+from terrazzo.rules.loop.precision.number_parts import (
+    EXACT,
+    SCALE,
+    few_parts,
+    laid_out,
+    pairs,
+    parts,
+    small_parts,
+    stride,
+    total,
+)
 from terrazzo.rules.loop.precision.peaks import peaked
-from terrazzo.rules.loop.precision.scaled_parts import Halves
+from terrazzo.rules.loop.precision.scaled_parts import Halves, why_not
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
 RULE = "into_parts"
-ALIGNED = 8
-"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
-
 EVERY_DIGIT = 3
 """Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
 LITTLE = 2 << 20
@@ -214,7 +221,7 @@ class _Parts:
         first = ""
         none = frozenset[Node]()
         ways = [(False, none), *((False, side) for side in _sides(kernel))]
-        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+        if self.count == EVERY_DIGIT and not why_not(product(kernel)):
             ways.append((True, none))
         for self.scaled, self.inside in ways:
             old, new = self.put(kernel, products)
@@ -307,17 +314,17 @@ class _Parts:
             return
         whole = source
         if isinstance(source, l.Buffer):
-            kind, name = _laid_out(source.type), source.name
+            kind, name = laid_out(source.type), source.name
             free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
             whole = l.Load(source, free)
         else:
-            kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
+            kind = laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(p and l.Buffer(self.fresh(f"{name}_{n}"), kind) for n, p in enumerate(self.split(x), 1))
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
-        order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+        order = sorted(range(kind.rank), key=lambda d: -stride(kind, d))
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
@@ -377,17 +384,10 @@ class _Parts:
 
     def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
         """A kernel whose product is three of float16, after those that store the two parts of its factors."""
-        found = []
-        for x in map(operand, c.factors):
-            depth = two_parts.depth_of(x, c)
-            assert isinstance(x, l.Load) and depth is not None
-            if (key := (x.buffer, depth)) not in self.halved:
-                laid_out = _laid_out(x.buffer.type, f16)
-                self.halved[key] = new = two_parts.halves(x.buffer, depth, laid_out, self.fresh)
-                maker = two_parts.maker(x.buffer, depth, new, self.fresh(f"{x.buffer.name}_parts"), kernel.source)
-                self.steps.insert(self.steps.index(kernel), maker)
-            found.append(self.halved[key])
-        return two_parts.multiplied(kernel, c, (found[0], found[1]))
+        makers, product = halved(kernel, c, self.halved, self.constant, self.fresh)
+        at = self.steps.index(kernel)
+        self.steps[at:at] = makers
+        return product
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
@@ -481,16 +481,3 @@ def _rearranged(x: Node) -> bool:
         return False
     place = flatten(x.index, x.buffer.type.element_strides)
     return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
-
-
-def _laid_out(kind: Type, dtype: DType = bf16) -> Type:
-    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
-    order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
-    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
-    return plain if found.element_strides == plain.element_strides else found
-
-
-def _stride(kind: Type, d: int) -> float:
-    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
-    found = kind.element_strides[d]
-    return found if isinstance(found, int) and found else float("inf")
