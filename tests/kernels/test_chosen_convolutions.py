@@ -83,6 +83,37 @@ def test_boxes_are_chosen(name: str) -> None:
     right(found)
 
 
+PARTS = {
+    **{name: BOXES[name] for name in ("3 x 3", "ragged", "dilated", "every second", "1 x 5", "in one dimension")},
+    "channels first": (conv(padding=1), t(2, 64, 8, 8, last=False), t(64, 64, 3, 3, last=False)),
+    "in three dimensions": (lambda x, w: F.conv3d(x, w, padding=1), t(2, 32, 4, 8, 8), t(32, 32, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_convolutions_in_float32_multiply_parts(name: str) -> None:
+    """In boxes, as exactly as products do. Where channels come first, parts lie channels last all the same."""
+    fn, *args = PARTS[name]
+    torch.manual_seed(1)
+    args = [torch.randn_like(x, dtype=torch.float32, memory_format=torch.preserve_format) for x in args]
+    found = lowered(fn, tuple(args))
+    *_, product = uses(found)
+    assert product == ("convolution", True, True)
+    exact, (ours,) = fn(*(x.double() for x in args)).numpy(), found.simulated()
+    assert np.sqrt(((ours - exact) ** 2).mean() / (exact**2).mean()) <= 1.5e-7
+
+
+def test_parts_of_an_image_are_made_once() -> None:
+    """For all convolutions that read it."""
+
+    def fn(x: Any, w: Any, v: Any) -> Any:
+        return F.conv2d(x, w, padding=1), F.conv2d(x, v, padding=2, dilation=2)
+
+    args = [torch.randn(s) for s in ((2, 64, 8, 8), (64, 64, 3, 3), (32, 64, 3, 3))]
+    steps = lowered(fn, tuple(args)).lowering.loop.steps
+    assert sum(b.name.startswith("x_") for s in steps for b in s.writes) == 3
+
+
 def test_what_follows_is_in_the_same_kernel() -> None:
     def fn(x: Any, w: Any, b: Any, scale: Any, y: Any) -> torch.Tensor:
         return F.relu(F.conv2d(x, w, b, padding=1) * scale[:, None, None] + y)
@@ -241,7 +272,11 @@ def f(x: bf16[2, 8, 8, {c}], w: bf16[64, 3, 3, {c}], v: bf16[64, 3, 3, {c}]):
     ("c", "summand", "why"),
     [
         (16, "mul(in0, mul(in1, in2))", "w is computed on its way"),
-        (16, "add(mul(in0, in1), mul(in0, in2))", "it sums 2 products in a step"),
+        (
+            16,
+            "add(mul(in0, in1), mul(f32(x[a0, a1 + r1, a2 + r0, r2]), in2))",
+            "it sums 2 products in a step, of what is read at several places",
+        ),
         (16, "mul(in0, f32(w[a3, r0, r1, 15 - r2]))", "x and w are contiguous along no axis that both are summed over"),
     ],
 )

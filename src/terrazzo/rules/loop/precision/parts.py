@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, 
 from terrazzo.rules.loop.precision.peaks import peaked
 from terrazzo.rules.loop.precision.scaled_parts import Halves
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.products.packed import dimension
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
@@ -153,6 +155,17 @@ def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
     return into_parts(alone, Log(), count, lambda old, new: (0.0, "")).steps  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How the parts of a product's factors are made: those of operands that are `inside` on their way; two of each row,
+    `scaled`; and those of buffers that lie along another dimension than the buffer does, with that `inner` one.
+    """
+
+    inside: frozenset[Node] = frozenset()
+    scaled: bool = False
+    inner: Mapping[l.Buffer, int] = field(default_factory=dict)
+
+
 class _Parts:
     """The steps of a program on their way, and the parts that are in memory, by what they are of: a buffer, or a term
     and its axes.
@@ -176,9 +189,8 @@ class _Parts:
         self.scale = SCALE
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: frozenset[Node] = frozenset()
-        self.inside: frozenset[Node] = frozenset()
+        self.way = _Way()
         self.halved: dict[tuple[l.Buffer, int], Halves] = {}
-        self.scaled = False
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -203,49 +215,58 @@ class _Parts:
                 if not (why := self.replace(kernel, products)):
                     break
             self.windows = frozenset()
-        self.inside = frozenset()
         if why:
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
         """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
         before, made, halved, names = list(self.steps), dict(self.made), dict(self.halved), set(self.names)
-        best: tuple[tuple[float, float], tuple[bool, frozenset[Node]]] | None = None
+        best: tuple[tuple[float, float], _Way] | None = None
         first = ""
-        none = frozenset[Node]()
-        ways = [(False, none), *((False, side) for side in _sides(kernel))]
-        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
-            ways.append((True, none))
-        for self.scaled, self.inside in ways:
+        for way in self.ways(kernel):
+            if way.inner and best is not None:  # what may stay as it lies does
+                break
+            self.way = way
             old, new = self.put(kernel, products)
             gained, why = self.gain(old, new)
             stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
-                best = (-stored, gained), (self.scaled, self.inside)
+                best = (-stored, gained), way
             self.steps, self.made, self.halved, self.names = list(before), dict(made), dict(halved), set(names)
+        self.way = _Way()
         if best is None:
-            self.scaled = False
             return first
-        _, (self.scaled, self.inside) = best
+        _, self.way = best
         old, new = self.put(kernel, products)
         terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
-        what = f"a product of float32 is {terms} of {'float16' if self.scaled else 'bfloat16'}"
+        what = f"a product of float32 is {terms} of {'float16' if self.way.scaled else 'bfloat16'}"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
         self.log.applied(PASS, RULE, kernel.name, old, new)
-        self.scaled = False
+        self.way = _Way()
         return ""
+
+    def ways(self, kernel: l.Kernel) -> Iterator[_Way]:
+        """How parts may be made: of both factors by kernels of their own, of one on its way, of rows that are scaled;
+        and along another dimension than memory runs along.
+        """
+        yield _Way()
+        yield from (_Way(inside=side) for side in _sides(kernel))
+        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+            yield _Way(scaled=True)
+        if inner := _along_sums(kernel):
+            yield _Way(inner=inner)
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
         """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
         before = list(self.steps)
         for c in products:
-            for x in () if self.scaled else c.operands:
-                if x not in self.inside and not _made(x):
+            for x in () if self.way.scaled else c.operands:
+                if x not in self.way.inside and not _made(x):
                     self.make(x, c, kernel)
-        product = self.halves(kernel, *products) if self.scaled else self.multiplied(kernel, products)
+        product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
         self.steps[self.steps.index(kernel)] = product
         self.forget()
         old, new = set(before), set(self.steps)
@@ -287,27 +308,27 @@ class _Parts:
 
     # -- parts in memory -----------------------------------------------------------------------------------------------
 
-    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float]:
-        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; and how they are
-        scaled.
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float, int | None]:
+        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; how they are scaled,
+        and the dimension along which they lie if not along that of the buffer.
         """
         if isinstance(x, l.Load) and x not in self.windows:
-            return x.buffer, (), self.scale
+            return x.buffer, (), self.scale, self.way.inner.get(x.buffer)
         own = (*reader.axes, *c.reduce.axes)
         steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
         axes = [a for a in (*own, *steps) if a in x.free]
         if x in self.windows:  # they lie as what they are of does: a copy that turns it stores number by number
             axes.sort(key=lambda a: step(x, a) == 1)
-        return x, tuple(axes), self.scale
+        return x, tuple(axes), self.scale, None
 
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
-        source, free, _ = key = self.key(x, c, reader)
+        source, free, _, inner = key = self.key(x, c, reader)
         if key in self.made:
             return
         whole = source
         if isinstance(source, l.Buffer):
-            kind, name = _laid_out(source.type), source.name
+            kind, name = _laid_out(source.type, inner=inner), source.name
             free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
             whole = l.Load(source, free)
         else:
@@ -317,7 +338,7 @@ class _Parts:
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
-        order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+        order = _order(kind)
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
@@ -352,6 +373,8 @@ class _Parts:
         stores some of it.
         """
         makers = [s for s in self.steps if buffer in s.writes]
+        if any(p and _order(p.type) != _order(buffer.type) for p in parts_of):  # who stores it walks memory
+            return False
         if len(makers) != 1 or buffer in self.program.inputs or not isinstance(step := makers[0], l.Kernel):
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
@@ -366,7 +389,7 @@ class _Parts:
 
     def forget(self) -> None:
         """Kernels that store parts no longer store the whole, where nobody reads it any more."""
-        whole = {source for source, free, _ in self.made if not free}
+        whole = {source for source, free, *_ in self.made if not free}
         found = [(n, s) for n, s in enumerate(self.steps) if len(s.writes) > 1 and not whole.isdisjoint(s.writes)]
         read = {b for s in self.steps for b in s.reads} | set(self.program.results) if found else set()
         for n, s in found:
@@ -404,9 +427,9 @@ class _Parts:
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
-        if x in self.inside:
+        if x in self.way.inside:
             return parts(x, self.count)
-        source, free, _ = key = self.key(x, c, kernel)
+        source, free, *_ = key = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
         return [b and l.Load(b, free) for b in self.made[key]]
@@ -461,6 +484,22 @@ def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
     return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
 
 
+def _along_sums(kernel: l.Kernel) -> dict[l.Buffer, int]:
+    """Of a product one of whose factors is an image, the dimensions that its operands are to lie along: that of the
+    longest axis that both are summed over. Nothing where they do.
+    """
+    p = product(kernel)
+    if p is None or len(p.sites) != 1 or len(kernel.axes) < 3 or any(_window(x) for x in p.operands):
+        return {}
+    loads = [x for x in p.operands if isinstance(x, l.Load)]
+    shared = [a for a in p.axes if all(dimension(x, a) is not None for x in loads)]
+    if len(loads) < len(p.operands) or not shared:
+        return {}
+    depth = max(shared, key=lambda a: a.extent)
+    along = {x.buffer: dimension(x, depth) for x in loads if step(x, depth) != 1}
+    return {b: d for b, d in along.items() if d is not None}
+
+
 def _window(x: Node) -> bool:
     """Whether an operand is a smaller part of its buffer, every element of which is there."""
     if not isinstance(x, l.Load) or x.inside:
@@ -483,14 +522,21 @@ def _rearranged(x: Node) -> bool:
     return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
 
 
-def _laid_out(kind: Type, dtype: DType = bf16) -> Type:
-    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
-    order = sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+def _order(kind: Type) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    return sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
+
+
+def _laid_out(kind: Type, dtype: DType = bf16, inner: int | None = None) -> Type:
+    """The type of parts of a tensor: its dimensions lie in memory in the same order, but for one that may be the
+    innermost, and rows begin aligned.
+    """
+    order = sorted(_order(kind), key=lambda d: d == inner)
     found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
     return plain if found.element_strides == plain.element_strides else found
 
 
 def _stride(kind: Type, d: int) -> float:
-    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
+    """How far apart the elements along a dimension are. One that repeats itself is outermost, as is one of one."""
     found = kind.element_strides[d]
-    return found if isinstance(found, int) and found else float("inf")
+    return found if isinstance(found, int) and found and kind.shape[d] != 1 else float("inf")

@@ -65,7 +65,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     if p is None or len(p.sites) != 1 or len(p.sites[0].terms) > 1:
         return (kernel,)
     loads = [x for x in p.operands if isinstance(x, l.Load)]
-    shared = [a for a in p.axes if len(loads) == 2 and all(_dimension(x, a) is not None for x in loads)]
+    shared = [a for a in p.axes if len(loads) == 2 and all(dimension(x, a) is not None for x in loads)]
     if not shared:
         return (kernel,)
     depth = max(shared, key=lambda a: (all(_contiguous(x, a) for x in loads), a.extent))
@@ -73,7 +73,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     taken: dict[Node, l.Load] = {}
     for x in loads:
         if not _contiguous(x, depth) or not even(x.buffer):
-            last = _dimension(x, depth) or 0
+            last = dimension(x, depth) or 0
             copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
@@ -236,11 +236,11 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     copies: dict[l.Buffer, l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
     for x in loads:
-        dimension = _dimension(x, axis)
-        if dimension is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
+        last = dimension(x, axis)
+        if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
             continue
         if x.buffer not in copies:
-            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, dimension)
+            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
     return _reading(kernel, copies.values(), taken)
 
@@ -302,7 +302,7 @@ def _contiguous(x: l.Load, axis: Any) -> bool:
     return coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
 
 
-def _dimension(x: l.Load, axis: Any) -> int | None:
+def dimension(x: l.Load, axis: Any) -> int | None:
     """The dimension that an axis walks by itself, where it is in no other."""
     found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
     return found[0] if len(found) == 1 and x.index[found[0]] is axis else None
