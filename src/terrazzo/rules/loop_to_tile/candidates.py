@@ -219,6 +219,8 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
     if gpu.warpgroups is None or not any(size_of(a) > 1 and all(step(s, a) == 1 for s in stores) for a in batch):
         return
     points, size = math.prod(map(size_of, kernel.axes)), max(s.dtype.size for s in stores)
+    if any(0 < (step(s, a) or SECTOR) * size < SECTOR for s in stores for a in kernel.axes if a not in batch):
+        return  # they are in one sector with others
     turning = 2 * points * size / gpu.memory + gpu.launch
     apart = results_apart(kernel, p.batch)
     if len(apart) > 1 and turning < points * (SECTOR - size) / gpu.cache:
