@@ -297,7 +297,8 @@ def machine(options: Options) -> Gpu:
 def libraries(options: Options) -> Libraries | None:
     """What decides which ops of PyTorch are called, where that may be: on a GPU."""
     gpu = target(options.target).gpu if options.libraries == "auto" else None
-    tf32 = options.fp32 in ("tf32", "bf16")
+    said = {"product": options.fp32 in ("tf32", "bf16"), "convolution": options.tf32}
+    tf32 = {family for family, allowed in said.items() if allowed}
     return Libraries(gpu, partial(_alone, options.target, options.fp32), tf32) if gpu else None
 
 

@@ -74,6 +74,7 @@ SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
 }  # fmt: skip
 OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "3x3": (conv, (meta(32, 64, 56, 56, dtype=BF16, last=True), meta(64, 64, 3, 3, dtype=BF16, last=True))),
+    "3x3 of f32": (conv, (meta(32, 64, 56, 56), meta(64, 64, 3, 3))),
     "transposed, in 16 bits": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),
         (meta(16, 128, 64, 64, dtype=BF16), meta(128, 64, 4, 4, dtype=BF16)),
@@ -204,6 +205,31 @@ def test_what_a_library_reaches_is_what_was_measured(name: str) -> None:
     (fn, args), measured = MEASURED[name]
     (op,) = capture(fn, args).program.results
     assert price(op, GPUS["sm_90a"]) / 1e3 == pytest.approx(measured, rel=0.2)
+
+
+# Microseconds on an H100 (27 November 2026), without TF32 and with it.
+IN_FLOAT32 = {
+    (32, 256, 14): (253.1, 48.2),
+    (32, 64, 56): (255.6, 90.2),
+    (4, 320, 64): (1015.6, 162.4),
+    (8, 256, 64): (1305.4, 211.6),
+}
+
+
+@pytest.mark.parametrize("shape", IN_FLOAT32)
+def test_a_convolution_in_float32_is_priced_as_cudnn_is_told_to_compute_it(shape: tuple[int, int, int]) -> None:
+    n, c, side = shape
+    (op,) = capture(conv, (meta(n, c, side, side), meta(c, c, 3, 3))).program.results
+    found = [price(op, GPUS["sm_90a"], tf32) / 1e3 for tf32 in ((), ("convolution",))]
+    assert found == pytest.approx(IN_FLOAT32[shape], rel=0.25)
+
+
+def test_a_convolution_in_float32_is_called_where_tf32_is_faster() -> None:
+    """It is for many channels, by tensor cores that multiply once."""
+    program = capture(conv, (meta(4, 640, 32, 32), meta(640, 640, 3, 3))).program
+    for tf32 in (False, True):
+        done = lowering(program, Options(target="sm_90a", tf32=tf32))
+        assert any(isinstance(s, l.Call) for s in done.loop.steps) == tf32
 
 
 def test_every_record_says_where_it_is_from() -> None:
