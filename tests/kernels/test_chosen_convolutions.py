@@ -68,6 +68,7 @@ BOXES = {
     "dilated": (conv(padding=2, dilation=2), t(2, 64, 9, 9), t(64, 64, 3, 3)),
     "every second": (conv(padding=1, stride=2), t(2, 64, 16, 16), t(64, 64, 3, 3)),
     "few channels": (conv(padding=1), t(2, 16, 8, 8), t(64, 16, 3, 3)),
+    "in groups": (conv(padding=1, groups=2), t(2, 64, 8, 8), t(96, 32, 3, 3)),
     "1 x 5": (conv(padding=(0, 2)), t(2, 64, 8, 8), t(64, 64, 1, 5)),
     "in one dimension": (
         lambda x, w: F.conv1d(x, w, padding=1), t(4, 64, 40).mT.contiguous().mT, t(64, 64, 3).mT.contiguous().mT,
@@ -84,7 +85,7 @@ def test_boxes_are_chosen(name: str) -> None:
 
 
 PARTS = {
-    **{name: BOXES[name] for name in ("3 x 3", "ragged", "dilated", "every second", "1 x 5", "in one dimension")},
+    **{name: BOXES[name] for name in ("3 x 3", "ragged", "every second", "in groups", "1 x 5")},
     "channels first": (conv(padding=1), t(2, 64, 8, 8, last=False), t(64, 64, 3, 3, last=False)),
     "in three dimensions": (lambda x, w: F.conv3d(x, w, padding=1), t(2, 32, 4, 8, 8), t(32, 32, 3, 3, 3)),
 }
@@ -101,6 +102,16 @@ def test_convolutions_in_float32_multiply_parts(name: str) -> None:
     assert product == ("convolution", True, True)
     exact, (ours,) = fn(*(x.double() for x in args)).numpy(), found.simulated()
     assert np.sqrt(((ours - exact) ** 2).mean() / (exact**2).mean()) <= 1.5e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_patches_without_a_border_are_dear(dtype: torch.dtype) -> None:
+    """A layer of wav2vec took 372 us with patches in bfloat16, 225 of them for these; in boxes 250 (H100)."""
+    args = [torch.empty(s, dtype=dtype, device="meta") for s in ((8, 512, 12799), (512, 512, 3))]
+    program = capture(lambda x, w: F.conv1d(x, w, stride=2), tuple(args), {}).program
+    found = lowering(program, Options(target="sm_90a", libraries="never"))
+    assert any(e.rule == "boxes" and e.fired for e in found.log.events)
+    assert all(b.type.numel <= 8 * 512 * 12800 for s in found.loop.steps for b in s.writes)
 
 
 def test_parts_of_an_image_are_made_once() -> None:

@@ -312,7 +312,7 @@ class _Parts:
         """What parts of an operand are of: a buffer as it is, or a term at every point of axes; how they are scaled,
         and the dimension along which they lie if not along that of the buffer.
         """
-        if isinstance(x, l.Load) and x not in self.windows:
+        if isinstance(x, l.Load) and (x not in self.windows or x.buffer in self.way.inner):
             return x.buffer, (), self.scale, self.way.inner.get(x.buffer)
         own = (*reader.axes, *c.reduce.axes)
         steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
@@ -489,7 +489,7 @@ def _along_sums(kernel: l.Kernel) -> dict[l.Buffer, int]:
     longest axis that both are summed over. Nothing where they do.
     """
     p = product(kernel)
-    if p is None or len(p.sites) != 1 or len(kernel.axes) < 3 or any(_window(x) for x in p.operands):
+    if p is None or len(p.sites) != 1 or len(kernel.axes) < 3:
         return {}
     loads = [x for x in p.operands if isinstance(x, l.Load)]
     shared = [a for a in p.axes if all(dimension(x, a) is not None for x in loads)]

@@ -16,8 +16,8 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import bounds, terms_of
-from terrazzo.ir.node import substitute
+from terrazzo.ir.expr import Expr, Mod, at_least, bounds, terms_of
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.rules.access import WIDEST
@@ -30,7 +30,7 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, P
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import step as longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import STEP, Work, facts_of, lasts
-from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid, step
+from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid, step
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -146,12 +146,18 @@ def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
     digits = _single(load)
     places = [substitute(e, digits) for e in load.index]
     overlap = any(sum(map(bool, terms_of(e))) > 1 for e in places)  # padding reads every element once
-    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
+    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1:
         return PATCHES
     along = next((a for a in axes if step(store, a) == 1), None)
-    if along is None or (along in load.free and step(load, along) not in (0, 1)):
+    if along is None or (along in load.free and (step(load, along) not in (0, 1) or _in_bits(load, along))):
         return TRANSPOSED
     return UNEVEN if load.inside else COPIED
+
+
+def _in_bits(load: l.Load, axis: Any) -> bool:
+    """Whether an axis goes on elsewhere after a few elements, of less than a sector."""
+    terms = topological([e for e in load.index if isinstance(e, Expr)])
+    return any(isinstance(x, Mod) and x.a is axis and at_least(SECTOR - 1 - x.b * load.dtype.size, 0) for x in terms)
 
 
 def _single(load: l.Load) -> dict[Any, int]:
