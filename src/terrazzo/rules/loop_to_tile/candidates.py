@@ -59,7 +59,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
             # tiles would compute them again at points of other axes
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
-        if windows.of_few_columns(kernel):
+        if windows.multiplied_by_threads(kernel):
             found = windows.window(kernel, gpu)
             if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
                 yield from _windows(kernel, gpu, pinned)
