@@ -251,6 +251,16 @@ def test_channels_that_a_thread_sums_come_in_vectors() -> None:
     assert max(s.count for s in k.walk(kernel.body) if isinstance(s, k.Move)) == 32
 
 
+def test_long_filters_are_windows_and_long_poolings_are_rows() -> None:
+    x, w = (torch.empty(s, device="meta") for s in ((8, 128, 56, 56), (128, 1, 31, 31)))
+    for fn, args, rule in (
+        (lambda x, w: depthwise(x, w, padding=15), (x, w), "window"),
+        (lambda x: F.adaptive_avg_pool2d(x, 2), (x,), "share"),
+    ):
+        found = lowering_of(fn, args, libraries="never")
+        assert [e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired] == [rule]
+
+
 @pytest.mark.parametrize(("dtype", "rule"), [(torch.float32, "window"), (torch.bfloat16, "tile")])
 def test_threads_multiply_few_channels_in_float32(dtype: torch.dtype, rule: str) -> None:
     """As in a net's first convolution, which tiles of CUDA cores took twice as long for; in 16 bits a window took 74 us

@@ -38,8 +38,11 @@ SHORT, MANY = 16, 1 << 16
 """Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
 FEW = 8
 """Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
-MOST_STEPS = 512
-"""Steps of a window at most: beyond, a row is long enough for threads to share it."""
+MOST_STEPS, MOST_TAPS = 512, 1024
+"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters, which many
+points share. 31 x 31 filters on 8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, on an H100). By the model they
+take 239 as windows, which were not measured; it says 49 for 13 x 13 on 16 x 256 x 28 x 28, where 53 were.
+"""
 FEW_LOOPS = 5
 """Loops over steps of which each may be serial or written out, whichever the others are."""
 CODE = 640
@@ -191,7 +194,7 @@ def _form(kernel: l.Kernel) -> _Form | None:
     every = [*axes, *(a for s in loops for a in s.axes)]
     if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):
         return None
-    if any(math.prod(a.extent for a in s.axes) > MOST_STEPS for s in loops):
+    if any(math.prod(a.extent for a in s.axes) > (MOST_TAPS if _filtered(s) else MOST_STEPS) for s in loops):
         return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
@@ -204,6 +207,12 @@ def _form(kernel: l.Kernel) -> _Form | None:
     moving = moving and not (long and math.prod(a.extent for a in axes[known + 1 :]) > max(POINTS))
     moved = moving and (product(kernel) is None or multiplied_by_threads(kernel))
     return _Form(kernel, axes, terms, loops) if moved or short else None
+
+
+def _filtered(s: n.Loop) -> bool:
+    """Whether all that a loop adds up is products."""
+    sums = [r for r in s.carried if isinstance(r, l.Reduce)]
+    return all(r.monoid.name == "sum" and isinstance(x, l.Apply) and x.fn.name == "mul" for r in sums for x in r.args)
 
 
 def multiplied_by_threads(kernel: l.Kernel) -> bool:
