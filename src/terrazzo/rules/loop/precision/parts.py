@@ -7,26 +7,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
-from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, substitute, substituted, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.precision import scaled_parts as two_parts
-from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, pairs, parts, small_parts, total
+from terrazzo.rules.loop.precision.factors import (
+    along_sums,
+    is_rearranged,
+    is_window,
+    made_inside,
+    multiplied,
+    points_of,
+    sides,
+    summed,
+    sums_outside,
+)
+from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, parts
 from terrazzo.rules.loop.precision.peaks import peaked
 from terrazzo.rules.loop.precision.scaled_parts import Halves
-from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
-from terrazzo.rules.loop_to_tile.products.packed import dimension
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
@@ -199,7 +205,7 @@ class _Parts:
         sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
         products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
         both = chain(kernel) if products else None
-        outside = _outside(both) if both is not None else []
+        outside = sums_outside(both) if both is not None else []
         types = {x.dtype for c in (*products, *outside) for x in c.operands}  # type: ignore[attr-defined]
         whole = types == {f32} or (both is None and f32 in types and types <= {f32, *EXACT})
         if not whole or any(c.reduce.dtype is not f32 for c in (*products, *outside)):
@@ -209,7 +215,7 @@ class _Parts:
         why = self.why_not(kernel, sums if both is None else (), products)
         why = why or self.refused(kernel, self.count)
         if not why:
-            every = frozenset(x for c in products for x in c.operands if _window(x) or _rearranged(x))
+            every = frozenset(x for c in products for x in c.operands if is_window(x) or is_rearranged(x))
             for some in dict.fromkeys((self.little(kernel, every), frozenset(), every)):
                 self.windows = some
                 if not (why := self.replace(kernel, products)):
@@ -239,7 +245,7 @@ class _Parts:
             return first
         _, self.way = best
         old, new = self.put(kernel, products)
-        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
+        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := summed(x)))
         what = f"a product of float32 is {terms} of {'float16' if self.way.scaled else 'bfloat16'}"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
@@ -253,10 +259,10 @@ class _Parts:
         and along another dimension than memory runs along.
         """
         yield _Way()
-        yield from (_Way(inside=side) for side in _sides(kernel))
+        yield from (_Way(inside=side) for side in sides(kernel))
         if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
             yield _Way(scaled=True)
-        if inner := _along_sums(kernel):
+        if inner := along_sums(kernel):
             yield _Way(inner=inner)
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
@@ -264,7 +270,7 @@ class _Parts:
         before = list(self.steps)
         for c in products:
             for x in () if self.way.scaled else c.operands:
-                if x not in self.way.inside and not _made(x):
+                if x not in self.way.inside and not made_inside(x):
                     self.make(x, c, kernel)
         product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
         self.steps[self.steps.index(kernel)] = product
@@ -277,11 +283,11 @@ class _Parts:
         any: such as the values among queries and keys that were turned.
         """
         read: dict[l.Buffer, int] = {}
-        for x in (x for x in windows if _window(x)):
-            read[x.buffer] = read.get(x.buffer, 0) + _points(x)
+        for x in (x for x in windows if is_window(x)):
+            read[x.buffer] = read.get(x.buffer, 0) + points_of(x)
         few = {b for b, n in read.items() if 2 * n <= math.prod(b.type.static_shape) and not self.known(b)}
         others = (s for s in self.program.steps if isinstance(s, l.Kernel) and s is not kernel)
-        few -= {b for s in others for b in few.intersection(s.reads) if any(map(_summed, s.carried))}
+        few -= {b for s in others for b in few.intersection(s.reads) if any(map(summed, s.carried))}
         return frozenset(x for x in windows if x.buffer in few)
 
     def known(self, buffer: l.Buffer) -> bool:
@@ -292,7 +298,7 @@ class _Parts:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
         if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
             return "not all it sums are products of two factors"
-        read = [x for c in products for x in c.operands if not _made(x)]
+        read = [x for c in products for x in c.operands if not made_inside(x)]
         if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
             return "where a factor is read depends on data, or a factor on its place"
         if self.count == 3 and any(peaked(x, self.steps) for x in read):
@@ -422,8 +428,8 @@ class _Parts:
 
     def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
         """A kernel whose products are those of parts, inner ones first."""
-        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not _made(x)}
-        return _multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
+        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not made_inside(x)}
+        return multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
@@ -433,93 +439,6 @@ class _Parts:
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
         return [b and l.Load(b, free) for b in self.made[key]]
-
-
-@lru_cache(maxsize=1024)
-def _multiplied(
-    kernel: l.Kernel,
-    products: tuple[Contraction, ...],
-    read: tuple[tuple[Node, tuple[Node | None, ...]], ...],
-    count: int,
-    scale: float,
-) -> l.Kernel:
-    """A kernel whose products are those of the parts that are `read` for their operands; factors that are made of what
-    was summed inside are made into parts there.
-    """
-    known, new = dict(read), dict[Any, Any]()
-    for c in products:
-        axes, _ = l.open_binder(c.reduce)
-        own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
-        every = map(operand, c.factors)
-        a, b = (small_parts(substitute(x, new), count) if _made(x) else known[x] for x in every)
-        there = [(i + j, x, y) for i, j in pairs(count) if (x := a[i]) is not None and (y := b[j]) is not None]
-        terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
-        new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, scale),))
-    stores = substituted(kernel.stores, new)
-    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
-
-
-def _outside(c: Chain) -> list[Contraction]:
-    """The sums outside of a chain."""
-    every = accumulators(c.kernel)
-    found = [nested_contraction(every[name]) for name, _ in c.outside]
-    return [x for x in found if x is not None]
-
-
-def _summed(x: Node) -> Contraction | None:
-    return nested_contraction(x) if isinstance(x, l.Reduce) else None
-
-
-def _made(x: Node) -> bool:
-    """Whether a factor is made of what was summed inside."""
-    return any(isinstance(y, l.Reduce) for y in topological([x]))
-
-
-def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
-    """The operands of either side of a product, the larger ones first: their parts may be made on their way."""
-    if (p := product(kernel)) is None:
-        return []
-    sides = [frozenset(operand(p.factors(c)[n]) for c in p.sites) for n in range(2)]
-    sides = [side for side in sides if all(x.dtype is f32 for x in side)]  # type: ignore[attr-defined]
-    return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
-
-
-def _along_sums(kernel: l.Kernel) -> dict[l.Buffer, int]:
-    """Of a product one of whose factors is an image, the dimensions that its operands are to lie along: that of the
-    longest axis that both are summed over. Nothing where they do.
-    """
-    p = product(kernel)
-    if p is None or len(p.sites) != 1 or len(kernel.axes) < 3:
-        return {}
-    loads = [x for x in p.operands if isinstance(x, l.Load)]
-    shared = [a for a in p.axes if all(dimension(x, a) is not None for x in loads)]
-    if len(loads) < len(p.operands) or not shared:
-        return {}
-    depth = max(shared, key=lambda a: a.extent)
-    along = {x.buffer: dimension(x, depth) for x in loads if step(x, depth) != 1}
-    return {b: d for b, d in along.items() if d is not None}
-
-
-def _window(x: Node) -> bool:
-    """Whether an operand is a smaller part of its buffer, every element of which is there."""
-    if not isinstance(x, l.Load) or x.inside:
-        return False
-    return _points(x) < math.prod(x.buffer.type.static_shape)
-
-
-def _points(x: Any) -> int:
-    """How many elements a load reads."""
-    return math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
-
-
-def _rearranged(x: Node) -> bool:
-    """Whether an axis of a product goes through memory in no even steps, as heads do in gradients that are stacked:
-    where that is no box of memory, parts of the buffer would not be either.
-    """
-    if not isinstance(x, l.Load) or x.inside:
-        return False
-    place = flatten(x.index, x.buffer.type.element_strides)
-    return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))
 
 
 def _order(kind: Type) -> list[int]:
