@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any
@@ -39,9 +39,8 @@ SHORT, MANY = 16, 1 << 16
 FEW = 8
 """Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
 MOST_STEPS, MOST_TAPS = 512, 1024
-"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters, which many
-points share. 31 x 31 filters on 8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, on an H100). By the model they
-take 239 as windows, which were not measured; it says 49 for 13 x 13 on 16 x 256 x 28 x 28, where 53 were.
+"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters. 31 x 31 on
+8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, H100); as windows 239 by the model, and were not measured.
 """
 FEW_LOOPS = 5
 """Loops over steps of which each may be serial or written out, whichever the others are."""
@@ -60,6 +59,10 @@ GUARD = 3
 MASKED = 8
 """Instructions beside a load that some points of a thread make and others, beyond the end of an axis, do not: each is
 in a branch of its own, and what its place is made of is computed there.
+"""
+MULTIPLIED = 1.5
+"""How much longer than counted windows take that are products of few channels: 1.2 for 3x3 filters on 32 x 3 x 224 x
+224 (51 us; 117 in tiles of CUDA cores), 1.75 for 7x7 (341; 462), 1.8 for 3x7x7 (523; 702, H100).
 """
 OVERHEAD = 30
 """Instructions of a thread that find its points."""
@@ -98,7 +101,9 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
                       for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
     best = min(found, key=lambda w: (w.time, w.busy), default=None)
-    return best.window() if best is not None and best.time <= _by_rows(form, gpu) else None
+    if best is None or best.time > _by_rows(form, gpu):
+        return None
+    return replace(best.window(), time=best.time * (MULTIPLIED if _few_channels(kernel) else 1))
 
 
 ROW = 60
@@ -216,16 +221,17 @@ def _filtered(s: n.Loop) -> bool:
 
 
 def multiplied_by_threads(kernel: l.Kernel) -> bool:
-    """Whether a kernel is a product of which the tile of an instruction would be mostly empty; or one in float32 of few
-    channels, as that of a net's first convolution: its sums are short, and tiles fetch places again and again that the
-    windows of a thread's points share. 3x3 and 7x7 filters on 32 x 3 x 224 x 224 took 117 and 462 us in tiles of CUDA
-    cores, and 51 and 341 so (H100).
-    """
+    """Whether a kernel is a product of which the tile of an instruction would be mostly empty, or of few channels."""
     p = product(kernel)
-    if p is None:
+    return p is not None and (min(p.m.extent, p.n.extent) <= FEW or _few_channels(kernel))
+
+
+def _few_channels(kernel: l.Kernel) -> bool:
+    """Whether a kernel is a product in float32 of few channels, of which tiles fetch what threads' points share."""
+    p = product(kernel)
+    if p is None or min(p.m.extent, p.n.extent) <= FEW or any(x.dtype is not f32 for x in p.operands):  # type: ignore[attr-defined]
         return False
-    short = all(x.dtype is f32 for x in p.operands) and math.prod(a.extent for a in p.axes) <= MOST_STEPS  # type: ignore[attr-defined]
-    return min(p.m.extent, p.n.extent) <= FEW or (short and any(overlaps(c.reduce) for c in p.sites))
+    return math.prod(a.extent for a in p.axes) <= MOST_STEPS and any(overlaps(c.reduce) for c in p.sites)
 
 
 @dataclass(frozen=True)
