@@ -46,6 +46,7 @@ from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
 from terrazzo.rules.loop.fusion.joined import products_joined
 from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
+from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
@@ -59,6 +60,7 @@ from terrazzo.rules.loop.memory.frozen import constants, stored_once, varying
 from terrazzo.rules.loop.memory.gathered import rows_gathered
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_order, kernels_in_order
+from terrazzo.rules.loop.memory.places_read import places_read
 from terrazzo.rules.loop.memory.remake import remake
 from terrazzo.rules.loop.precision.lean_parts import lean_parts
 from terrazzo.rules.loop.precision.narrow import narrow
@@ -121,7 +123,8 @@ def _tensor(p: Program, log: Log, options: Options) -> Program:
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
     kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
-    return rows_gathered(fuse(p, log, rates, kept, _texts(options)), log, rates, kept)
+    fused = reduced_already(fuse(p, log, rates, kept, _texts(options)), log, rates)
+    return rows_gathered(fused, log, rates, kept)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:
@@ -265,6 +268,8 @@ PASSES = (
          lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
+    Pass("windows", "loop", "loop", "kernels that differ in the places where they read are one, which reads windows",
+         lambda p, log, o, tried: places_read(p, log, constants(p, o.frozen))),
     Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),

@@ -19,9 +19,9 @@ from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
-from terrazzo.rules.loop.fusion import fuse, one_kernel
+from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
 from terrazzo.rules.loop.layout import channels, layout, lookups, phases, placed, turned
-from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, remake
+from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
@@ -131,6 +131,9 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:fold_indices": of(fold.fold_indices, kernels(lambda k: (fold.fold_indices(k),))),
     "fuse:factors_apart": of(digits.factors_apart, kernels(lambda k: (digits.factors_apart(k),))),
     "fuse:extremes_once": of(fold.extremes_once, kernels(lambda k: (fold.extremes_once(k),))),
+    "fuse:reduced_already": of(
+        reduced_already.reduced_already, lambda p: reduced_already.reduced_already(p, Log(), Rates())
+    ),
     "fuse:rows_gathered": of(gathered.rows_gathered, lambda p: gathered.rows_gathered(p, Log(), Rates())),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
@@ -162,6 +165,7 @@ CATALOG: dict[str, Rewrite] = {
     "remake:in_windows": of(
         in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)
     ),
+    "windows:places_read": of(places_read.places_read, lambda p: places_read.places_read(p, Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),

@@ -34,6 +34,7 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.attention.online import online
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fusion.fuse import fuse
+from terrazzo.rules.loop.fusion.inline import inline
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 often = settings(
@@ -263,10 +264,40 @@ def with_states(program: Program) -> Any:
     return loop.Program(found.name, found.inputs, (*(s for s in found.steps if s not in last), whole), found.results)
 
 
+def with_places(program: Program) -> Any:
+    """Loop IR of a kernel for each row of something, all alike."""
+    given = [x for x in program.inputs if x.type.numel]
+    first = [t.cast(t.index_map(x, (3, 64), tuple(0 for _ in x.type.shape)), f32) for x in given[:1]]
+    rows: Any = t.scan("max", *first, 1) if first else t.literal(1.0, f32, (3, 64))
+    each = [t.apply("neg", t.index_map(rows, (64,), (k, t.coordinates((64,))[0]))) for k in range(3)]
+    return CATALOG["fuse:view"].apply(lift(Program("tensor", "places", program.inputs, tuple(each))))
+
+
+def with_shares(program: Program) -> Any:
+    """Loop IR of sums of rows below their largest elements, and of who reads both, which are in every kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    first = [t.cast(t.index_map(x, (3, 64), tuple(0 for _ in x.type.shape)), f32) for x in given[:1]]
+    rows: Any = t.apply("tanh", *first) if first else t.literal(1.0, f32, (3, 64))
+    below = t.apply("sub", rows, t.broadcast(t.reduce("max", rows, [1], keepdim=True), (3, 64)))
+    total = t.reduce("sum", t.apply("exp", below), [1])
+    shares = t.apply("div", t.apply("exp", below), t.index_map(total, (3, 64), (t.coordinates((3, 64))[0],)))
+    found = lift(Program("tensor", "shares", program.inputs, (total, shares)))
+    steps = [*found.steps]
+    while (made := next((s for s in steps if {*s.writes}.isdisjoint(found.results)), None)) is not None:
+        steps = [inline(s, made) for s in steps if s is not made]  # type: ignore[arg-type]
+    return loop.Program(found.name, found.inputs, tuple(steps), found.results)
+
+
 def alone(name: str, program: Program) -> tuple[Any, Any]:
     """What a rewrite is given of a random program, and what it makes of that; the same twice where it does not fire."""
     if name == "remake:in_windows":  # before fusion, which leaves little that is stored
         before = lift(with_rows(program))
+        return before, CATALOG[name].apply(before)
+    if name == "windows:places_read":
+        before = with_places(program)
+        return before, CATALOG[name].apply(before)
+    if name == "fuse:reduced_already":
+        before = with_shares(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)

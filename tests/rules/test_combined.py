@@ -148,3 +148,36 @@ def test_what_is_read_again_later_is_not_combined() -> None:
     later = pointwise(8).replace("'out', out", "'sum', sum").replace("                out[", "                sum[")
     program = branches(8, later + "\n" + pointwise(8).replace("add(", "mul("))
     assert combine_sooner(program, Log(), replace(RATES, launch=0.0, byte=0.0), 0) == program
+
+
+def test_what_becomes_wider_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fourth of what waits is read: in float32 it takes less, but tensor cores would not multiply it."""
+    monkeypatch.setattr(combined, "RATE", 1e-3)
+    program = parse(
+        "@loop\n"
+        "def f(x: f32[64, 64], y: f32[16, 16]):\n"
+        "    with kernel('t', t=bf16[64, 64]):\n"
+        "        for a0 in free(64):\n"
+        "            for a1 in free(64):\n"
+        "                in0 = x[a0, a1]\n"
+        "                v0 = bf16(in0)\n"
+        "                t[a0, a1] = v0\n"
+        "    with kernel('s', s=f32[64, 64]):\n"
+        "        for a0 in free(64):\n"
+        "            for a1 in free(64):\n"
+        "                in0 = x[a1, a0]\n"
+        "                v0 = exp(in0)\n"
+        "                s[a0, a1] = v0\n"
+        "    with kernel('out', out=f32[16, 16]):\n"
+        "        for a0 in free(16):\n"
+        "            for a1 in free(16):\n"
+        "                for r0 in reduce(64):\n"
+        "                    in0 = t[a0, r0]\n"
+        "                    v0 = f32(in0)\n"
+        "                    in1 = s[r0, a1]\n"
+        "                    v1 = mul(v0, in1)\n"
+        "                    acc0 <- sum(v1)\n"
+        "                out[a0, a1] = acc0\n"
+        "    return (out,)\n"
+    )
+    assert combine_sooner(program, Log(), RATES, 1) == program

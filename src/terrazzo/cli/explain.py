@@ -27,6 +27,7 @@ def explain(request: Request, json: Json = False) -> None:
     from terrazzo.cli.lowering import lower, show_events
     from terrazzo.cli.subject import load
     from terrazzo.ir.dialects.loop import Kernel
+    from terrazzo.ir.regions import regions
     from terrazzo.rules.loop.memory.frozen import split
     from terrazzo.targets import target
 
@@ -36,10 +37,13 @@ def explain(request: Request, json: Json = False) -> None:
     tiles = done.at("tile")
     schedules, plans = (dict(tiles.schedules), dict(tiles.plans)) if tiles else ({}, {})
     steps = []
+    named = regions(done.loop.steps, done.loop.results).calls
     for number, s in enumerate(done.loop.steps):
         steps.append(
             kernel_facts(done.loop, s, events, chosen.rates)
             if isinstance(s, Kernel)
+            else region_facts(s)
+            if s in named
             else call_facts(s, events, chosen.gpu)
         )
         if isinstance(s, Kernel) and chosen.gpu is not None:
@@ -99,9 +103,9 @@ def _price(steps: Sequence[dict[str, Any]]) -> float:
 
 def _totals(steps: Sequence[dict[str, Any]]) -> None:
     """A line for each kind of work, the most costly first, and one for all."""
-    kernels = [f for f in steps if f["kind"] == "kernel"]
+    kernels, calls = ([f for f in steps if f["kind"] == kind] for kind in ("kernel", "call"))
     moved, price = (sum(f[k] for f in kernels) for k in ("bytes", "price_ns"))
-    called = _price([f for f in steps if f["kind"] == "call" and "price_ns" in f])
+    called = _price([f for f in calls if "price_ns" in f])
     kinds = {f["work"]: [other for other in kernels if other["work"] == f["work"]] for f in kernels}
     rows = [
         (work, _plural(len(mine), "kernel"), size(sum(f["bytes"] for f in mine)), duration(_price(mine)),
@@ -110,7 +114,7 @@ def _totals(steps: Sequence[dict[str, Any]]) -> None:
     ]  # fmt: skip
     for line in columns(rows, right=(1, 2, 3, 4)) if len(kernels) > 1 else ():
         say(line)
-    counts = f"{_plural(len(kernels), 'kernel')}, {_plural(len(steps) - len(kernels), 'call')} of PyTorch"
+    counts = f"{_plural(len(kernels), 'kernel')}, {_plural(len(calls), 'call')} of PyTorch"
     of_calls = f", and {duration(called)} in libraries" if called else ""
     say(f"{counts}; {size(moved)} moved, {duration(price)} by the model{of_calls}")
 
@@ -215,9 +219,23 @@ def call_facts(call: Call, events: Sequence[Event], gpu: Any = None) -> dict[str
     }
 
 
+def region_facts(call: Call) -> dict[str, Any]:
+    """What there is to say about a call that only says where in the memory of one buffer another one is."""
+    return {
+        "kind": "region",
+        "name": call.name,
+        "source": call.source,
+        "reads": _typed(call.reads),
+        "writes": _typed(call.writes),
+        "price_ns": 0.0,
+        "because": ["nothing runs: it says where in memory this is"],
+    }
+
+
 def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[str]:
     """Why what this kernel stores is in memory: it must be, or every fusion that would avoid it was declined."""
     from terrazzo.ir.dialects.loop import Call
+    from terrazzo.ir.regions import WHOLE, WINDOW
 
     reasons = []
     for b in dict.fromkeys(kernel.writes):
@@ -226,7 +244,7 @@ def boundary(program: Program, kernel: Kernel, events: Sequence[Event]) -> list[
         reasons += [
             f"{b.name} is read by {s.name}, which PyTorch runs"
             for s in program.steps
-            if isinstance(s, Call) and b in s.reads
+            if isinstance(s, Call) and b in s.reads and s.name not in (WHOLE, WINDOW)
         ]
     about = {kernel.name, *(b.name for b in kernel.writes)}
     declined = [e for e in events if not e.fired and e.pass_name == "fuse" and about & set(e.subject.split(" with "))]
@@ -252,7 +270,7 @@ def _show(group: Sequence[int], steps: Sequence[dict[str, Any]]) -> None:
                 lost = count(facts["shared_conflicts"]) if facts["shared_conflicts"] else "none"
                 rows["accesses"] += f"; shared memory: {count(facts['shared_wavefronts'])} wavefronts"
                 rows["accesses"] += f", {lost} of them by bank conflicts"
-    else:
+    elif facts["kind"] == "call":
         rows["runs"] = facts["name"]
         rows["costs"] = f"{duration(facts['price_ns'])} by the model" if "price_ns" in facts else ""
     rows["runs"] = "once: it depends on frozen inputs alone" if facts.get("once") else rows.get("runs", "")

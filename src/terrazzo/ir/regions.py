@@ -15,8 +15,8 @@ from typing import Any
 from terrazzo.ir.dialects import loop as l
 
 WINDOW, WHOLE = "aten.alias.default", "aten.cat.default"
-ALIGNED = 256
-"""Bytes at multiples of which a region begins, as tensors do."""
+ALIGNED = 16
+"""Bytes at multiples of which a region begins: as many as vectors have, and TMA wants."""
 
 
 @dataclass(frozen=True)

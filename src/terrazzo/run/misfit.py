@@ -9,6 +9,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.tensor import Opaque
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import topological
+from terrazzo.ir.regions import ALIGNED
 from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
@@ -45,7 +46,8 @@ def _odd(plan: Plan, whole: Any) -> str:
     for k, slot in enumerate(plan.slots):
         kind = "input" if k in inputs else "result" if k in ends else "call" if k in called else "arena"
         hidden = slot.within is not None and (kind != "arena" or plan.slots[slot.within].kind != "result")
-        if slot.kind != kind or slot.offset % ALIGN or hidden:
+        begins = ALIGN if slot.of is None else ALIGNED
+        if slot.kind != kind or slot.offset % begins or hidden:
             return f"{slot.name} lies elsewhere"
     return shared(plan)
 

@@ -7,7 +7,8 @@ rows of the first factor times the panel stays in vector registers; then the res
 residual) runs over the tile. All other axes are loops around this.
 
 What is read out of place, as the windows of an image, is written in runs (runs.py): the rows of a block before several
-of its panels, or, where it is small, all of it once.
+of its panels, or, where it is small, all of it once; or it is an image with a border, whose windows are not written at
+all (images.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import flatten
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
@@ -26,6 +27,7 @@ from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import digits, written
 from terrazzo.targets.cpu.tiles import (
     COLUMNS,
+    FEW,
     ROWS,
     TILE,
     Site,
@@ -53,6 +55,10 @@ BLOCKS = 32
 """Blocks that many threads can share."""
 PANEL = 32
 """Columns of a panel, at most."""
+OWN = 1 << 17
+"""Numbers of an image that a thread may have for itself: they stay in its second-level cache."""
+BEYOND = 512
+"""Numbers behind an image: the last columns are read in whole vectors."""
 STACK = 1 << 17
 """Numbers of a tile that may be on the stack of a thread."""
 
@@ -97,16 +103,19 @@ class Blocked:
 
     def lines(self) -> list[str]:
         batch = [a for a in self.kernel.axes if a not in self.rows and a not in self.columns]
-        m, columns = numel(self.rows), numel(self.columns)
+        m, columns = numel(self.rows), self.way.count
         block, group = self.sizes(numel(batch))
         out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {block}, K = {DEPTH}, G = {group};"]
         lefts, made = self.lefts()
-        rights, kept = self.rights()
+        own = self.way.image is not None and self.in_parts(batch)
+        rights, kept = self.images(own) if self.way.image else self.rights()
         out += [*made, *kept]
         heads = [f"for (int64_t {self.name(a)} = 0; {self.name(a)} < {a.extent}; {self.name(a)}++)" for a in batch]
-        heads += [f"for (int64_t m0 = 0; m0 < {m}; m0 += M)", f"for (int64_t g0 = 0; g0 < {columns}; g0 += G * N)"]
-        out.append(f"#pragma omp parallel for collapse({len(heads)}) num_threads(threads) schedule(dynamic, 1)")
-        out += heads[:-1] + [heads[-1] + " {"]
+        tiles = [f"for (int64_t m0 = 0; m0 < {m}; m0 += M)", f"for (int64_t g0 = 0; g0 < {columns}; g0 += G * N) {{"]
+        each = self.own_image() if own else []
+        spread = len(heads) if each else len(heads) + len(tiles)
+        out.append(f"#pragma omp parallel for collapse({spread}) num_threads(threads) schedule(dynamic, 1)")
+        out += [*heads[:-1], heads[-1] + " {", *each, *tiles] if each else [*heads, *tiles]
         out.append(
             f"  const int64_t mc = std::min<int64_t>(M, {m} - m0), g1 = std::min<int64_t>(g0 + G * N, {columns});"
         )
@@ -121,15 +130,18 @@ class Blocked:
             out.append(f"{memory} part[G * M * N];")
         for k, site in enumerate(self.sites):
             out += ["  " + x for x in self.product(k, site, self.start(site, lefts), rights.get(site.right, ""))]
-        out += ["  " + x for x in [*self.each_panel(columns), *("  " + x for x in self.epilogue()), "}"]]
-        out.append("}")
+        panels = (
+            ["{", "  const int64_t n0 = g0, nc = g1 - g0, at = 0;"] if self.in_lines() else self.each_panel(columns)
+        )
+        out += ["  " + x for x in [*panels, *("  " + x for x in self.epilogue()), "}"]]
+        out += ["}"] * (2 if each else 1)
         out += [f"free({name});" for name in (*lefts.values(), *rights.values())]
         return out
 
     def sizes(self, around: int) -> tuple[int, str]:
         """Rows of a block, and panels that share them: as many as fit, and fewer where there would be few blocks."""
-        m, columns = numel(self.rows), numel(self.columns)
-        most, group = (PACKED, COLUMNS) if self.packed else (ROWS, 1)
+        m, columns = numel(self.rows), self.way.count
+        most, group = (PACKED, COLUMNS) if self.packed else (ROWS, COLUMNS if self.way.image and m <= FEW else 1)
         block = m if m <= most else -(-m // -(-m // most) // TILE) * TILE  # of even sizes
 
         def blocks() -> int:
@@ -188,6 +200,50 @@ class Blocked:
             ]
         return rights, out
 
+    def in_lines(self) -> bool:
+        """Whether there is one row, which goes along several panels at once."""
+        return self.way.image is not None and numel(self.rows) == 1 and depth(self.sites[0]) <= DEPTH * PANELS
+
+    def in_parts(self, batch: Sequence[Any]) -> bool:
+        """Whether images are written for one value of the axes around a block at a time: where these are many, a thread
+        reads what it wrote while that is in its cache.
+        """
+        image = self.way.image
+        small = image is not None and image.size <= OWN
+        return small and numel(batch) >= BLOCKS and batch == self.around(self.sites[0].right)
+
+    def images(self, own: bool) -> tuple[dict[Node, str], list[str]]:
+        """Where the steps of images begin; and the images of the second factor, unless each thread writes its own."""
+        image, (site,) = self.way.image, self.sites
+        assert image is not None
+        out = [
+            f"int64_t* steps = (int64_t*)aligned_alloc(64, {-(-depth(site) // 8) * 64});",
+            *image.steps(site.steps, "steps", self.scope),
+        ]
+        if own:
+            return {site.reduce: "steps"}, out
+        around, inner = self.around(site.right), self.scope.inner()
+        size = f"sizeof({self.type}) * ({image.size * numel(around)} + {BEYOND})"
+        return {site.right: "image", site.reduce: "steps"}, [
+            *out,
+            f"{self.type}* image = ({self.type}*)aligned_alloc(64, ({size} + 63) / 64 * 64);",
+            "#pragma omp parallel for num_threads(threads)",
+            f"for (int64_t q = 0; q < {numel(around)}; q++) {{",
+            *("  " + x for x in digits("q", around, inner)),
+            *("  " + x for x in image.filling(f"(image + q * {image.size})", inner)),
+            "}",
+        ]
+
+    def own_image(self) -> list[str]:
+        """The images at one value of the axes around a block."""
+        image = self.way.image
+        assert image is not None
+        lines = [
+            f"alignas(64) static thread_local {self.type} image[{image.size} + {BEYOND}];",
+            *image.filling("image", self.scope),
+        ]
+        return ["  " + x for x in lines]
+
     def around(self, x: Node) -> list[Any]:
         """The axes around a block that a factor knows."""
         return [a for a in self.kernel.axes if a in x.free and a not in self.rows and a not in self.columns]
@@ -211,13 +267,17 @@ class Blocked:
         """tile[k] = the product, one panel of depth K after the other; of many panels, the sum of sums of some. The
         first factor begins at `start`; `right` has the panels, where they are written already.
         """
-        steps, columns = depth(site), numel(self.columns)
+        steps, columns, image = depth(site), self.way.count, self.way.image
         if steps == 0:
             return [f"for (int64_t x = 0; x < G * M * N; x++) tile[{k}][x] = 0;"]
-        if right:
-            rest, place = self.around(site.right), "0"
-            for a in rest:
-                place = f"({place}) * {a.extent} + {self.name(a)}" if place != "0" else self.name(a)
+        if image:
+            begins = f"image + ({self.place(site.right)}) * {image.size}" if right else "image"
+            windows = f"tz_image<{self.type}>{{{begins} + n0, steps + k0}}"
+            few = numel(self.rows) <= FEW
+            panel = windows if few else "panel"
+            out = [] if few else [f"tz_pack_image<{self.type}>({windows}, panel, kc);"]
+        elif right:
+            place = self.place(site.right)
             panels = f"(({columns} + N - 1) / N)"
             panel = f"{right} + ((({place}) * {panels} + n0 / N) * {steps} + k0) * N"
             out = []
@@ -233,7 +293,10 @@ class Blocked:
                 f"if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {steps})",
                 f"  for (int64_t x = 0; x < mc * N; x++) tile[{k}][at + x] = {before} + part[at + x];",
             ]
-        out = [*self.each_panel(columns), *("  " + x for x in out), "}"]
+        if self.in_lines():
+            out = [f"tz_line<{self.type}>({start}, {windows.replace('n0', 'g0')}, kc, tile[{k}], g1 - g0, k0 == 0);"]
+        else:
+            out = [*self.each_panel(columns), *("  " + x for x in out), "}"]
         if site in self.packed:
             out = [*self.rows_packed(site), *out]
         head = f"for (int64_t k0 = 0; k0 < {steps}; k0 += K) {{"
@@ -263,12 +326,17 @@ class Blocked:
             *written(site.right, site.steps, self.columns, (k0, kc, "n0", "nc"), (panel, "N", "1"), scope),
         ]
 
+    def place(self, x: Node) -> str:
+        """Counts what a factor is at the values of the axes around a block."""
+        text = ""
+        for a in self.around(x):
+            text = f"({text}) * {a.extent} + {self.name(a)}" if text else self.name(a)
+        return text or "0"
+
     def row(self, site: Site, m: str) -> str:
         """The row of a first factor that is written whole, counting the axes it depends on."""
-        text = ""
-        for a in self.around(site.left):
-            text = f"({text}) * {a.extent} + {self.name(a)}" if text else self.name(a)
-        return f"({text}) * {numel(self.rows)} + {m}" if text else m
+        place = self.place(site.left)
+        return m if place == "0" else f"({place}) * {numel(self.rows)} + {m}"
 
     def materialised(self, site: Site, name: str) -> list[str]:
         """The first factor, computed once into [axes it depends on][k], where it is no plain load of rows."""
@@ -284,10 +352,8 @@ class Blocked:
         ]
 
     def epilogue(self) -> list[str]:
-        """The rest of the kernel, over the tile."""
+        """The rest of the kernel, over the tile, along its columns; or along its rows, where results lie so."""
         inner = self.scope.inner()
-        last = self.columns[-1]
-        out = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
         for k, site in enumerate(self.sites):
             inner.names[site.reduce] = f"tile[{k}][at + i * N + j]"
         simd = not any(
@@ -297,26 +363,62 @@ class Blocked:
             if isinstance(c, Expr)
             for x in topological([c])
         )
-        within = digits("n0 + j0", self.columns, inner) if len(self.columns) > 1 else []
-        first = inner.names[last] if within else "n0 + j0"
-        inner.names[last] = inner.fresh("i")
-        body = [f"const int64_t {inner.names[last]} = {first} + j - j0;"]
-        for x in self.lets:
-            text = expression(x, inner)
-            inner.names[x] = inner.fresh("in" if isinstance(x, l.Load) else "v")
-            body.append(f"const {c_type(x.dtype)} {inner.names[x]} = {text};")
-        for s in self.stores:
-            place = index(flatten(s.index, s.buffer.type.element_strides), inner)
-            body.append(f"{inner.buffers[s.buffer]}[{place}] = {term(s.value, inner)};")
+        vector = ["#pragma omp simd"] if simd else []
+        if self.by_rows():
+            head = ["for (int64_t j = 0; j < nc; j++) {", *("  " + x for x in digits("n0 + j", self.columns, inner))]
+            inner.names[self.rows[-1]] = inner.fresh("i")
+            body = [f"const int64_t {inner.names[self.rows[-1]]} = m0 + i;", *self.point(inner)]
+            loop = [*vector, "for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in body), "}"]
+            return [*head, *("  " + x for x in loop), "}"]
+        head = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
+        within, first, extent, beyond = self.columns_of(inner)
+        inner.names[self.columns[-1]] = inner.fresh("i")
+        body = [f"const int64_t {inner.names[self.columns[-1]]} = {first} + j - j0;", *self.point(inner)]
         return [
-            *out,
+            *head,
             "  for (int64_t j0 = 0, j1; j0 < nc; j0 = j1) {",
             *("    " + x for x in within),
-            f"    j1 = std::min<int64_t>(nc, j0 + {last.extent} - ({first}));",
-            *(["    #pragma omp simd"] if simd else []),
-            "    for (int64_t j = j0; j < j1; j++) {",
+            f"    j1 = std::min<int64_t>(nc, j0 + {extent} - ({first}));",
+            *("    " + x for x in (*beyond, *vector)),
+            f"    for (int64_t j = j0; j < {'end' if beyond else 'j1'}; j++) {{",
             *("      " + x for x in body),
             "    }",
             "  }",
             "}",
         ]
+
+    def by_rows(self) -> bool:
+        """Whether results lie along the rows of a tile: a column of them apart, their places meet in the cache."""
+        if len(self.rows) != 1 or self.way.image is not None:
+            return False
+        offsets = [flatten(s.index, s.buffer.type.element_strides) for s in self.stores]
+        along = [(coefficient(o, self.rows[0]), coefficient(o, self.columns[-1])) for o in offsets]
+        return all(row == 1 and column != 1 for row, column in along)
+
+    def point(self, scope: Scope) -> list[str]:
+        """The rest of the kernel at one point of the tile."""
+        out = []
+        for x in self.lets:
+            text = expression(x, scope)
+            scope.names[x] = scope.fresh("in" if isinstance(x, l.Load) else "v")
+            out.append(f"const {c_type(x.dtype)} {scope.names[x]} = {text};")
+        for s in self.stores:
+            place = index(flatten(s.index, s.buffer.type.element_strides), scope)
+            out.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
+        return out
+
+    def columns_of(self, scope: Scope) -> tuple[list[str], str, int, list[str]]:
+        """Of a run of columns from n0 + j0 on: declarations of where it begins along each axis, the name of that along
+        the last, how long that one is, and what says where its columns end, if that is sooner.
+        """
+        last = self.columns[-1]
+        if self.way.image is None:
+            within = digits("n0 + j0", self.columns, scope) if len(self.columns) > 1 else []
+            return within, scope.names[last] if within else "n0 + j0", int(last.extent), []
+        points = self.way.image.points
+        within = digits("n0 + j0", points, scope)
+        scope.names.update({a: scope.names[p] for a, p in zip(self.columns, points, strict=True)})
+        outside = " || ".join(f"{scope.names[a]} >= {a.extent}" for a in self.columns[:-1])
+        first = scope.names[last]
+        end = f"const int64_t end = std::min<int64_t>(j1, j0 + {last.extent} - {first});"
+        return within, first, self.way.image.dims[-1].size, [*([f"if ({outside}) continue;"] if outside else []), end]

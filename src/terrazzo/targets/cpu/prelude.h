@@ -185,14 +185,23 @@ template <class T> struct tz_vec {
 };
 template <class T> constexpr int tz_cols() { return 2 * tz_vec<T>::lanes; }
 
-template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak, const T* panel, int64_t kc, T* c, bool first) {
+// Where step k of the second operand begins: in a panel, or in an image, whose steps are runs at places of their own.
+template <class T> struct tz_image {
+  const T* memory;
+  const int64_t* at;
+};
+template <class T> TZ const T* tz_step(const T* panel, int64_t k) { return panel + k * tz_cols<T>(); }
+template <class T> TZ const T* tz_step(tz_image<T> image, int64_t k) { return image.memory + image.at[k]; }
+
+template <class T, int rows, class B> TZ void tz_tile(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, bool first) {
   using V = typename tz_vec<T>::type;
   using M = typename tz_vec<T>::memory;
   constexpr int L = tz_vec<T>::lanes;
   V acc[rows][2];
   for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = V{};  // a panel's sum starts at 0: shorter sums round less
   for (int64_t k = 0; k < kc; k++) {
-    V b0 = *(const M*)(panel + k * 2 * L), b1 = *(const M*)(panel + k * 2 * L + L);
+    const T* step = tz_step<T>(b, k);
+    V b0 = *(const M*)step, b1 = *(const M*)(step + L);
     for (int i = 0; i < rows; i++) {
       T x = a[i * am + k * ak];
       acc[i][0] += x * b0;
@@ -205,15 +214,48 @@ template <class T, int rows> TZ void tz_tile(const T* a, int64_t am, int64_t ak,
     *next = first ? acc[i][1] : *next + acc[i][1];
   }
 }
-// c[m][TZ_N] (+)= a[m, k] * panel[k][TZ_N] for m rows.
-template <class T> static inline void tz_rows(const T* a, int64_t am, int64_t ak, const T* panel, int64_t kc, T* c, int64_t m, bool first) {
+// c[m][TZ_N] (+)= a[m, k] * b[k][TZ_N] for m rows.
+template <class T, class B> static inline void tz_rows(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, int64_t m, bool first) {
   constexpr int N = tz_cols<T>();
   int64_t i = 0;
-  for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, panel, kc, c + i * N, first);
-  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, 8>(a + i * am, am, ak, panel, kc, c + i * N, first);
-  for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, panel, kc, c + i * N, first);
-  for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, panel, kc, c + i * N, first);
-  for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, panel, kc, c + i * N, first);
+  for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, b, kc, c + i * N, first);
+  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, 8>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, b, kc, c + i * N, first);
+}
+// c[n] (+)= a[k] * image[k][n]: one row, several vectors of it at a time.
+template <class T, int wide> TZ void tz_part(const T* a, int64_t ak, tz_image<T> image, int64_t kc, T* c, bool first) {
+  using V = typename tz_vec<T>::type;
+  using M = typename tz_vec<T>::memory;
+  constexpr int L = tz_vec<T>::lanes;
+  V acc[wide];
+  for (int j = 0; j < wide; j++) acc[j] = V{};
+  for (int64_t k = 0; k < kc; k++) {
+    const T x = a[k * ak], *step = tz_step<T>(image, k);
+    for (int j = 0; j < wide; j++) acc[j] += x * *(const M*)(step + j * L);
+  }
+  for (int j = 0; j < wide; j++) {
+    M* to = (M*)(c + j * L);
+    *to = first ? acc[j] : *to + acc[j];
+  }
+}
+template <class T> static inline void tz_line(const T* a, int64_t, int64_t ak, tz_image<T> image, int64_t kc, T* c, int64_t n, bool first) {
+  constexpr int L = tz_vec<T>::lanes;
+  int64_t j = 0;
+  for (; j + 8 * L <= n; j += 8 * L) tz_part<T, 8>(a, ak, {image.memory + j, image.at}, kc, c + j, first);
+  for (; j + 4 * L <= n; j += 4 * L) tz_part<T, 4>(a, ak, {image.memory + j, image.at}, kc, c + j, first);
+  for (; j < n; j += 2 * L) tz_part<T, 2>(a, ak, {image.memory + j, image.at}, kc, c + j, first);
+}
+// panel[k][j] = image[k][j]
+template <class T> static inline void tz_pack_image(tz_image<T> image, T* panel, int64_t kc) {
+  using M = typename tz_vec<T>::memory;
+  constexpr int L = tz_vec<T>::lanes;
+  for (int64_t k = 0; k < kc; k++) {
+    const T* step = tz_step<T>(image, k);
+    *(M*)(panel + k * 2 * L) = *(const M*)step;
+    *(M*)(panel + k * 2 * L + L) = *(const M*)(step + L);
+  }
 }
 // A run of numbers, copied; it is short, most often.
 template <class T> TZ void tz_run(T* to, const T* from, int64_t n) {

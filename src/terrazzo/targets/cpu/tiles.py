@@ -14,6 +14,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.sites import Sites, sites
+from terrazzo.targets.cpu.images import Image, image
 from terrazzo.targets.cpu.runs import stride
 
 ROWS = 192
@@ -26,6 +27,14 @@ LARGEST = 1 << 20
 """Elements of a factor that is written whole, where it need not be."""
 RUN = 25.0
 """What a run costs besides its elements, in vectors of multiply-adds."""
+FILLING = 1.0
+"""What writing a number of an image costs, in vectors of multiply-adds."""
+COPYING = 0.1
+"""What copying a number of an image to a panel costs."""
+NEAR = (1, 2)
+"""How far apart neighbours may be that are written to images."""
+FEW = 16
+"""Rows up to which images are read where they are."""
 CHEAP = 2
 """The price of a factor, in additions, up to which it may be computed several times."""
 
@@ -44,11 +53,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Tiled:
-    """The contractions of a kernel, and which of its axes are their rows and their columns."""
+    """The contractions of a kernel, and which of its axes are their rows and their columns; of a single one perhaps the
+    second factor as images.
+    """
 
     sites: tuple[Site, ...]
     rows: tuple[Any, ...]
     columns: tuple[Any, ...]
+    image: Image | None = None
+
+    @property
+    def count(self) -> int:
+        """How many columns there are, with those points of an image between them that are none."""
+        return self.image.columns if self.image else numel(self.columns)
 
 
 def tiled(kernel: l.Kernel) -> Tiled | None:
@@ -63,7 +80,7 @@ def tiled(kernel: l.Kernel) -> Tiled | None:
     every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
     if not all(isinstance(a.extent, int) for a in every):
         return None
-    ways = {(w.rows, w.columns): w for w in _ways(kernel, found, products)}
+    ways = {(w.rows, w.columns, w.image): w for w in (*_ways(kernel, found, products), *_in_images(kernel, products))}
     return min(ways.values(), key=lambda w: _price(kernel, w), default=None)
 
 
@@ -84,6 +101,33 @@ def _ways(kernel: l.Kernel, found: Sites, products: Sequence[Contraction]) -> It
             for some in (columns, columns[-1:]):  # a block of the last ones only is one run
                 if numel(rows) >= 2 and numel(some) >= 4:
                     yield Tiled(made, tuple(rows), tuple(some))
+
+
+def _in_images(kernel: l.Kernel, products: Sequence[Contraction]) -> Iterator[Tiled]:
+    """The ways in which the one product of a kernel reads images, with as many dimensions as there may be."""
+    if len(products) > 1 or len({s.buffer.type.shape for s in kernel.stores}) > 1:
+        return
+    (p,) = products
+    for left, right in (p.factors, p.factors[::-1]):
+        rows = _as_stored(kernel, [a for a in kernel.axes if a in left.free and a not in right.free])
+        columns = _as_stored(kernel, [a for a in kernel.axes if a in right.free and a not in left.free])
+        steps = _steps(p, (left, right))
+        site = Site(p.reduce, left, right, steps)
+        if together := _together((site,), rows):
+            rows = together
+        if not rows and not _along(kernel, right, columns[-1:]):  # they have better vectors along something else
+            continue
+        for k in range(len(columns)):
+            if (found := image(right, columns[k:], steps)) is not None and numel(columns[k:]) >= 16:
+                yield Tiled((site,), tuple(rows), tuple(columns[k:]), found)
+                break
+
+
+def _along(kernel: l.Kernel, factor: Node, axes: Sequence[Any]) -> bool:
+    """Whether memory runs along an axis, where a factor is read and where results are stored."""
+    one, offsets = load(factor), [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
+    near = [one is not None and stride(one, a) in NEAR and all(coefficient(o, a) == 1 for o in offsets) for a in axes]
+    return bool(near) and all(near)
 
 
 def _as_stored(kernel: l.Kernel, axes: Sequence[Any]) -> list[Any]:
@@ -145,15 +189,18 @@ def _reading(f: Node, order: Sequence[Any]) -> float:
 
 def _price(kernel: l.Kernel, way: Tiled) -> float:
     """What a way of tiling costs, in vectors of 16 multiply-adds."""
-    m, count = numel(way.rows), numel(way.columns)
+    m, count = numel(way.rows), way.count
     around = numel([a for a in kernel.axes if a not in way.rows and a not in way.columns])
     work = 0.0
     for site in way.sites:
         k = depth(site)
-        slow = 1 if m >= TILE else 1.5 if m >= 4 else 4
+        slow = 1 if m >= TILE else 1.5 if m >= 4 or way.image else 4
         work += m * slow * -(-count // 32) * 2 * k
         panels = 1 if kept(site, way) else -(-m // ROWS)
-        work += panels * count * k * _packing(site.right, site.steps, way.columns)
+        if way.image:
+            work += way.image.size * FILLING + (0.0 if m <= FEW else panels * count * k * COPYING)
+        else:
+            work += panels * count * k * _packing(site.right, site.steps, way.columns)
         if direct(site, way.rows) is None:
             along, groups = site.steps, 1
             if not whole(site, way):
@@ -194,7 +241,7 @@ def plain(x: Any) -> bool:
 def kept(site: Site, way: Tiled) -> bool:
     """Whether the panels of all columns are written once, since many blocks of rows read them."""
     size = numel([a for a in site.right.free if isinstance(a, Var)]) * depth(site)
-    return numel(way.rows) > 2 * ROWS and 0 < size <= LARGEST
+    return way.image is None and numel(way.rows) > 2 * ROWS and 0 < size <= LARGEST
 
 
 def whole(site: Site, way: Tiled) -> bool:

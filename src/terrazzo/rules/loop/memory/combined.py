@@ -15,6 +15,7 @@ from typing import Any
 from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.types import DType, Type
@@ -192,7 +193,8 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
 def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
     """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
     some. Of several products each is such a term, if none is summed again; but products of parts, which run in windows
-    as one, and one product by itself, are not taken apart.
+    as one, and one product by itself, are not taken apart. Nor is a cast to a wider type a term of its own: it would
+    store more than it reads, and instructions that multiply 16 bits could not read that.
     """
     inside = set(topological([x for r in kernel.carried for x in r.args]))
     every = {r: c for r in kernel.carried if isinstance(r, l.Reduce) and (c := contraction(r)) and len(c.terms) == 1}
@@ -210,8 +212,16 @@ def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
             reads[x] = None if any(r is None for r in theirs) else {b for r in theirs for b in r or ()}
             summed |= {x} if isinstance(x, l.Reduce) or not summed.isdisjoint(x.args) else set()
             part = isinstance(x.dtype, DType) and x not in stored and not (x in summed and x in inside)
-            if part and (mine := reads[x]):
+            if part and not _wider(x) and (mine := reads[x]):
                 yield x, mine
+
+
+def _wider(term: Any) -> bool:
+    """Whether a term is a cast to a type of more bytes."""
+    if not (isinstance(term, l.Apply) and is_cast(term.fn)):
+        return False
+    narrow: Any = term.args[0]
+    return bool(narrow.dtype.size < term.dtype.size)
 
 
 def _way(kernel: l.Kernel, number: int, term: Any, at: int, waiting: set[l.Buffer], names: set[str]) -> _Way | None:
