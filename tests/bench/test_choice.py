@@ -10,7 +10,8 @@ from terrazzo.bench.choice import choices
 from terrazzo.bench.gpu_report import SHAPES, shape_rows
 from terrazzo.hw.gpu import gpu
 
-RECORD = Path(__file__).parents[2] / "benchmarks" / "fits" / "h200-tiles.json"
+FITS = Path(__file__).parents[2] / "benchmarks" / "fits"
+RECORD = FITS / "h200-tiles.json"
 
 
 def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
@@ -23,6 +24,13 @@ def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
     assert [c.shape for c in found] and len(found) == len(some)
     assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.04
     assert max(c.lost for c in found) <= 1.2
+
+
+def test_the_model_chooses_nearly_the_fastest_of_small_products() -> None:
+    """Of which subtiles of few columns take long to leave."""
+    found = choices(FITS / "h100-small.json", gpu("sm_90a"))
+    assert len(found) == 11 and max(c.lost for c in found) <= 1.08
+    assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.02
 
 
 def test_shapes_are_a_row_for_each_group() -> None:

@@ -187,14 +187,40 @@ def f(x: f32[2, 64, 256], w: f32[2, 48, 256]):
     ("side", "across", "told"),
     [
         (1024, False, "a product of float32 is 3 of float16"),
-        (1024, True, "a product of float32 is 6 of bfloat16"),
-        (4096, True, "a product of float32 is 3 of float16"),
+        (512, True, "a product of float32 is 6 of bfloat16"),
+        (2048, True, "a product of float32 is 3 of float16"),
     ],
 )
 def test_rows_across_memory_are_scaled_for_long_products(side: int, across: bool, told: str) -> None:
-    """Who scales them goes through memory three times."""
+    """Three kernels scale them, each of which goes through memory, and two of which meet afterwards."""
     source = text(side, side, side)
     log = Log()
     options = Options(target="sm_90a", libraries="never", fp32="split")
     stages(parse(source.replace("w[a1, r0]", "w[r0, a1]") if across else source), options, log, ("parts",))
     assert [e.reason for e in log.events if e.subject == "y" and e.fired] == [told]
+
+
+def waits(shape: tuple[int, int, int], columns: int) -> list[int]:
+    """Of the waits for products in a kernel in tiles of 64 rows and so many columns, how many groups stay open."""
+    sm_90a = gpu("sm_90a")
+    p = product(halved(text(*shape)).steps[-1])
+    assert p is not None
+    tiles = [x for x in warpgroups.plans(p, sm_90a) if x.tile.share == 1]
+    plan = next(x for x in tiles if (x.tile.m, x.tile.n) == (64, columns))
+    kernel = derived(p.kernel, warpgroups.schedule(p, plan, sm_90a), sm_90a)
+    assert isinstance(kernel, k.Kernel)
+    return [s.open for s in k.walk(kernel.body) if isinstance(s, k.WaitGroups)]
+
+
+def test_sums_are_added_up_while_later_products_are_on_their_way() -> None:
+    """Where registers have room for those of all three groups of a step."""
+    assert waits((64, 64, 512), 64) == [2, 1, 0]
+    assert waits((64, 128, 512), 128) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 3584), (512, 256, 2048)])
+def test_blocks_share_the_steps_of_few_columns(shape: tuple[int, int, int]) -> None:
+    """Instructions of narrower tiles would read both factors from shared memory too often."""
+    p = product(halved(text(*shape)).steps[-1])
+    assert p is not None
+    assert warpgroups.plans(p, gpu("sm_90a"))[0].tile.share > 1

@@ -13,6 +13,7 @@ from tests.rules.test_parts import DISTRIBUTIONS, SPECIAL, factors, on_cuda_core
 from terrazzo.hw.wgmma import truncated
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.rescues import rescues
 from terrazzo.ir.sites import product
 from terrazzo.ir.text import parse, show
@@ -41,7 +42,9 @@ def made(x: Any, w: Any) -> dict[str, Any]:
     stored = tuple(b for s in program.steps[:-1] for b in s.writes)
     with np.errstate(all="ignore"):
         values = loop.run(l.Program("f", program.inputs, program.steps[:-1], stored), {"x": x, "w": w})
-    return {b.name: v for b, v in zip(stored, values, strict=True)}
+    both = {b.name: v for b, v in zip(stored, values, strict=True)}
+    rows = {"x": slice(len(x)), "w": slice(len(x), None)}  # one behind the other
+    return {f"{n}_{p}": both[f"x_w_{p}"][own] for n, own in rows.items() for p in ("1", "2", "root", "least")}
 
 
 def run(x: Any, w: Any) -> Any:
@@ -236,7 +239,7 @@ def test_other_sums_stand_in_the_place_of_the_product() -> None:
     (found,) = rescues(kernel).values()
     p = product(kernel)
     assert p is not None and p.rescued and p.sites[0].reduce is found.of
-    assert {b.name for b in kernel.reads} >= {"x", "w", "x_1", "w_2", "x_least", "w_root"}
+    assert {b.name for b in kernel.reads} >= {"x", "w", "x_w_1", "x_w_2", "x_w_least", "x_w_root"}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +288,25 @@ def f(x: f32[512, 512], w: f32[512, 512]):
                 z[a0, a1] = acc0
     return (y, z)
 """
-    assert [s.name for s in halved(source).steps] == ["x_parts", "w_parts", "y", "w_parts_2", "z"]
+    assert [s.name for s in halved(source).steps] == ["x_w_parts", "y", "w_root", "w_least", "w_parts", "z"]
+
+
+@pytest.mark.parametrize("m, names", [(4096, ["x_w_parts", "y"]), (8192, ["x_parts", "w_parts", "y"])])
+def test_one_launch_stores_the_parts_of_both_factors_that_are_small(m: int, names: list[str]) -> None:
+    """Rows of the second one lie behind those of the first."""
+    program = halved(text(m, 1024, 1024))
+    assert [s.name for s in program.steps] == names
+    read = {x.buffer.name: x.index[0] for x in topological(program.steps[-1].stores) if isinstance(x, l.Load)}
+    if len(names) == 2:
+        first = {b.type.static_shape[0] for b in program.steps[0].writes}
+        assert first == {m + 1024} and "x_w_root" in read
+
+
+def test_parts_of_a_constant_are_not_stored_with_those_of_others() -> None:
+    source = parse(text(512, 512, 512))
+    (w,) = (b for b in source.inputs if b.name == "w")
+    found = into_parts(source, Log(), 3, lambda old, new: (float(_halves(new)), ""), constant=[w])
+    assert [s.name for s in found.steps] == ["x_parts", "w_parts", "y"]
 
 
 def test_special_numbers_have_parts_that_keep_their_meaning() -> None:
@@ -296,3 +317,17 @@ def test_special_numbers_have_parts_that_keep_their_meaning() -> None:
     assert np.isfinite(first).all() and (first != 0)[SPECIAL != 0].all()
     assert (second == SPECIAL)[np.isinf(SPECIAL)].all() and np.isnan(second[np.isnan(SPECIAL)]).all()
     assert np.isfinite(second[np.isfinite(SPECIAL)]).all()
+
+
+def test_rows_across_memory_have_the_parts_of_rows_along_it() -> None:
+    """In three kernels: of the roots, of what is lost, which is added up otherwise, and of the parts."""
+    x = numbers(64, 512)
+    source = text(64, 64, 512).replace("w: f32[64, 512]", "w: f32[512, 64]").replace("w[a1, r0]", "w[r0, a1]")
+    *makers, _ = halved(source).steps
+    assert [s.name for s in makers] == ["x_parts", "w_root", "w_least", "w_parts"]
+    stored = tuple(b for s in makers for b in s.writes)
+    with np.errstate(all="ignore"):
+        values = loop.run(l.Program("f", parse(source).inputs, tuple(makers), stored), {"x": x, "w": x.T.copy()})
+    found = {b.name: v for b, v in zip(stored, values, strict=True)}
+    assert all(np.array_equal(found[f"x_{p}"], found[f"w_{p}"].T) for p in ("1", "2", "root"))
+    assert np.allclose(found["x_least"], found["w_least"], rtol=1e-5, atol=0)

@@ -9,7 +9,9 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def graph_of(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Any:
-    """A CUDA graph that calls once with every set of inputs."""
+    """A CUDA graph that calls once with every set of inputs. It keeps what is called, whose kernels and temporaries it
+    uses: these would be gone with the last one who knows it.
+    """
     import torch
 
     side = torch.cuda.Stream()
@@ -25,6 +27,7 @@ def graph_of(call: Callable[..., Any], sets: Sequence[Sequence[Any]]) -> Any:
             call(*args)
     graph.replay()
     torch.cuda.synchronize()
+    graph.kept = call
     return graph
 
 

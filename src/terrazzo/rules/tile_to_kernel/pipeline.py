@@ -21,10 +21,10 @@ from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
 from terrazzo.ir.types import f16, u32
-from terrazzo.rules.loop.precision.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
+from terrazzo.rules.tile.promoted import few, groups, halves, opens, scales
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
@@ -37,7 +37,7 @@ from terrazzo.rules.tile_to_kernel.meet import meet
 from terrazzo.rules.tile_to_kernel.memory import Memory, freed_by_teams, lagging, operands
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, Group, Multiply
 from terrazzo.rules.tile_to_kernel.parts import Parts
-from terrazzo.rules.tile_to_kernel.promote import Promotion, few, halves
+from terrazzo.rules.tile_to_kernel.promote import Promotion
 from terrazzo.rules.tile_to_kernel.scope import Scope
 from terrazzo.rules.tile_to_kernel.staggered import Staggered
 from terrazzo.rules.tile_to_kernel.visiting import Visiting
@@ -157,9 +157,11 @@ class Pipeline:
         late = [r for r in self.rings if r.late]
         for p in self.plan.all(Product):
             totals = [self.fragments[r] for r in self.sums(p)] if self.outermost(p) else []
-            if totals and few(self.draft, self.plan, p, totals, self.steps.count):
+            if totals and few(self.draft, self.plan, p, self.steps.count):
                 kinds = {x.dtype for x in self.draft.products[p.sites[0]].operands}  # type: ignore[attr-defined]
                 self.promotion.hold(totals, self.steps.count, cut=f16 in kinds)
+            if totals and opens(self.draft, self.plan, p):
+                self.promotion.apart(totals, len(groups(self.draft, p)))
 
         def body() -> None:
             self.promotion.go_to(t)
@@ -403,12 +405,22 @@ class Pipeline:
         Every promotion rounds, and every instruction cuts its sums off towards zero. Where someone wants all digits of
         float32 (six products of bfloat16, or three of float16), the small products are too small for that to matter:
         they are promoted together. The sums of the large ones are promoted after two instructions, so that results are
-        not smaller than they should be; those of the small ones would make them so, had they these added.
+        not smaller than they should be; those of the small ones would make them so, had they these added. Where a group
+        may be left open, it is on its way while the sums of the one before it are added up.
         """
         if not self.outermost(p) and not p.early:
             self.declare(p)
-        *small, last = dict.fromkeys(self.draft.products[p.sites[0]].scales) if p.promote else (1.0,)
-        pieces = halves(self.draft, p) if every_digit((*small, last)) else 1
+        if self.promotion.groups:
+            for scale, piece in (every := groups(self.draft, p)):
+                self.product(p, t, values, slots, scale, piece)
+                self.promotion.leave()
+            for n in reversed(range(len(every))):
+                self.settle(p, n)
+                if n:  # whoever has waited for a step's products adds up the last ones
+                    self.promotion.add()
+            return
+        *small, last = scales(self.draft, p) if p.promote else (1.0,)
+        pieces = halves(self.draft, p)
         for scale in small:
             self.product(p, t, values, slots, scale)
             self.settle(p, 0)

@@ -10,41 +10,39 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from terrazzo.hw.products import matrix
 from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.plan import Agent, Plan, Product
-from terrazzo.rules.loop.precision.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
-from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.promoted import TOGETHER
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
-TOGETHER = 4
-"""Steps whose sums are added up by themselves. 4096 products of normal numbers are 2.6e-7 off where each of three sums
-a step is added to all before it, and 1.0e-7 so (emulated); with 8 steps they are as far off, with 2 1.2e-7.
-"""
 NEARER = 2.9e-8
 """Products of parts in float16 have 22 bits, and what a tensor core cuts off of their sums makes these 5.5e-8 smaller
 in the mean (H100, and emulated), where those of bfloat16 have 16 and become 2.5e-8 smaller. Half of that is added with
 the sums of a few steps, and half to whole ones: less than 2^-25 of a sum each time, so that one in which nothing was
 cut off, of whole numbers perhaps, stays what it is.
 """
-SPARE, REGISTERS = 40, 65536
-"""Registers that a thread needs beside its sums, and those of a processor."""
+
+
+Sums = tuple[k.Registers, k.Registers, float]
+"""The tile's, those of a group of products of a step, which are to be added to them, and how these are scaled."""
 
 
 class Promotion:
     """The sums of one step after the other. Where none are begun, nothing is added. Those of a few steps are `held`
-    apart from the tile's, where there is room.
+    apart from the tile's, where there is room; and where groups of a step's products may be open, each has sums of its
+    own, which are added up while later groups are on their way.
     """
 
     def __init__(self, builder: Builder, bindings: Bindings) -> None:
         self.builder, self.bindings = builder, bindings
-        self.open: list[tuple[k.Registers, k.Registers, float]] = []  # the tile's sums, this step's, and their scale
-        self.again: dict[k.Registers, k.Registers] = {}  # this step's, which may be overwritten
+        self.open: list[Sums] = []  # those that were begun last
+        self.begun: list[list[Sums]] = []  # those of groups before them that are on their way
+        self.again: dict[k.Registers, k.Registers] = {}  # this step's, which may be overwritten, by the tile's
+        self.groups: list[dict[k.Registers, k.Registers]] = []  # the same of each group, where groups may be open
         self.held: dict[k.Registers, k.Registers] = {}  # those of a few steps, by the tile's
         self.together = TOGETHER
         self.cut = False  # whether tensor cores cut off so much of their products that sums are brought nearer
@@ -52,25 +50,32 @@ class Promotion:
     def hold(self, totals: Sequence[Fragment], steps: int, cut: bool) -> None:
         """Have the sums of a few of so many steps apart from the tile's, of products that are `cut` off or are not."""
         self.cut, self.together = cut, together(steps, cut)
-        for place in (x.place for x in totals):
-            kind = place.type
-            self.held[place] = self.builder.registers(
-                "few", kind.dtype, kind.static_shape, l.Literal(zero(kind.dtype), kind.dtype)
-            )
+        for x in totals:
+            self.held[x.place] = self.like(x, "few", empty=True)
+
+    def apart(self, totals: Sequence[Fragment], count: int) -> None:
+        """Have sums of its own for each of so many groups of a step."""
+        self.groups = [{x.place: self.like(x, "part") for x in totals} for _ in range(count)]
+
+    def like(self, total: Fragment, name: str, empty: bool = False) -> k.Registers:
+        """Registers for sums like others, with nothing in them."""
+        kind = total.place.type
+        init = l.Literal(zero(kind.dtype), kind.dtype) if empty else None
+        return self.builder.registers(name, kind.dtype, kind.static_shape, init)
 
     def begin(self, totals: tuple[Fragment, ...], scale: float, first: bool) -> tuple[Fragment, ...]:
         """Accumulators of a step, or of a piece of it, as those of the tile. A warpgroup's first product overwrites
         them.
         """
-        if first:
+        if self.groups:
+            self.again = self.groups[len(self.begun)]
+        elif first:
             self.again = {}
         for total in totals:
-            kind = total.place.type
             own = isinstance(total.instruction, WarpgroupInstruction)
-            init = None if own else l.Literal(zero(kind.dtype), kind.dtype)
             place = self.again.get(total.place)
             if place is None:
-                place = self.builder.registers("part", kind.dtype, kind.static_shape, init)
+                place = self.like(total, "part", empty=not own)
             if own:
                 self.again[total.place] = place
             self.open.append((total.place, place, scale))
@@ -87,11 +92,20 @@ class Promotion:
         begun = {total: part for total, part, _ in self.open}
         return tuple(Fragment(begun[x.place], x.parts, x.instruction) for x in totals)
 
+    def leave(self) -> None:
+        """The sums that were begun stay on their way while others begin."""
+        self.begun, self.open = [*self.begun, self.open], []
+
     def add(self) -> None:
-        """The sums of the step, which were waited for, become part of the tile's, or of those of a few steps."""
-        for total, part, scale in self.open:
+        """The sums of the step that were begun first, which were waited for, become part of the tile's, or of those of
+        a few steps.
+        """
+        if self.begun:
+            done, *self.begun = self.begun
+        else:
+            done, self.open = self.open, []
+        for total, part, scale in done:
             self.more(self.held.get(total, total), part, scale)
-        self.open = []
 
     def go_to(self, t: IntExpr) -> None:
         """Before step t: once in a few steps, their sums become part of the tile's, and begin again."""
@@ -158,24 +172,3 @@ def _times(place: k.Registers, at: tuple[IntExpr, ...], scale: float) -> l.Term:
 def together(steps: int, cut: bool) -> int:
     """Of so many steps, how many are added up by themselves. What is brought nearer is so only with sums of others."""
     return min(2 * TOGETHER, max(steps // 4, 2)) if cut else TOGETHER
-
-
-def few(draft: Draft, plan: Plan, p: Product, totals: Sequence[Fragment], steps: int) -> bool:
-    """Whether sums of a few of so many steps are added up by themselves: where someone wants all digits of float32, and
-    there are registers for them.
-    """
-    if not every_digit(draft.products[p.sites[0]].scales) or p.a != "shared" or not p.promote or steps < TOGETHER:
-        return False
-    warps, agent = sum(a.warps for a in plan.all(Agent)), plan.named(p.agent)
-    room = agent.registers or REGISTERS // (warps * k.WARP) // 8 * 8
-    sums = sum(math.prod(x.type.static_shape) for x in {x.place for x in totals})
-    return 3 * sums + SPARE <= room
-
-
-def halves(draft: Draft, p: Product) -> int:
-    """Into how many pieces a step of a warpgroup's product is cut: two where that leaves two instructions each."""
-    site, sums = draft.site(p.sites[0]), draft.products[p.sites[0]]
-    factors = [f for a in sums.reduce.axes for f in draft.binding(a, site)]
-    deep = [f.size for f in factors if f.level == "reg" and f.size > 1]
-    own = isinstance(matrix(p.on), WarpgroupInstruction) and p.a != "ldmatrix"
-    return 2 if own and len(deep) == 1 and deep[0] % 4 == 0 else 1

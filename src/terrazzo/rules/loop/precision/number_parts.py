@@ -29,7 +29,7 @@ from itertools import groupby
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.node import Node
-from terrazzo.ir.types import bf16, bool_, f32, i8, u8
+from terrazzo.ir.types import DType, Type, bf16, bool_, f32, i8, ordered_strides, u8
 
 SCALE = 2.0**6
 """By how much a part is scaled up, and the next one once more: what is left of a number is 2^-7 of it at most."""
@@ -39,6 +39,8 @@ LARGE = 2.0**60
 """Numbers from here on are cut. Of smaller ones, no sum of a step's products overflows."""
 FAR = 2.0**-11
 """How products with second parts of float16 are scaled; with those of bfloat16 2^-6."""
+ALIGNED = 8
+"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
 EXACT = (bf16, i8, u8, bool_)
 """What a bfloat16 holds as it is: three products less for a factor of such a type beside one of float32, or two."""
 
@@ -137,3 +139,23 @@ def _rounded(x: Node, large: Node, finite: Node | None = None) -> Node:
 
 def _number(value: float) -> l.Literal:
     return l.Literal(value, f32)
+
+
+def order_of(kind: Type) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    return sorted(range(kind.rank), key=lambda d: -stride(kind, d))
+
+
+def laid_out(kind: Type, dtype: DType = bf16, inner: int | None = None) -> Type:
+    """The type of parts of a tensor: its dimensions lie in memory in the same order, but for one that may be the
+    innermost, and rows begin aligned.
+    """
+    order = sorted(order_of(kind), key=lambda d: d == inner)
+    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
+    return plain if found.element_strides == plain.element_strides else found
+
+
+def stride(kind: Type, d: int) -> float:
+    """How far apart the elements along a dimension are. One that repeats itself is outermost, as is one of one."""
+    found = kind.element_strides[d]
+    return found if isinstance(found, int) and found and kind.shape[d] != 1 else float("inf")

@@ -9,15 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.ir.contraction import Contraction, contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import DType, Type, bf16, f16, f32, ordered_strides
+from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.precision import scaled_parts as two_parts
 from terrazzo.rules.loop.precision.factors import (
     along_sums,
     is_rearranged,
@@ -29,17 +28,15 @@ from terrazzo.rules.loop.precision.factors import (
     summed,
     sums_outside,
 )
-from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, parts
+from terrazzo.rules.loop.precision.halved import halved
+from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, laid_out, order_of, parts
 from terrazzo.rules.loop.precision.peaks import peaked
-from terrazzo.rules.loop.precision.scaled_parts import Halves
+from terrazzo.rules.loop.precision.scaled_parts import Halves, why_not
 from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
 RULE = "into_parts"
-ALIGNED = 8
-"""Rows of parts begin at multiples of so many: 16 bytes, as TMA takes them."""
-
 EVERY_DIGIT = 3
 """Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
 LITTLE = 2 << 20
@@ -260,7 +257,7 @@ class _Parts:
         """
         yield _Way()
         yield from (_Way(inside=side) for side in sides(kernel))
-        if self.count == EVERY_DIGIT and not two_parts.why_not(product(kernel)):
+        if self.count == EVERY_DIGIT and not why_not(product(kernel)):
             yield _Way(scaled=True)
         if inner := along_sums(kernel):
             yield _Way(inner=inner)
@@ -334,17 +331,17 @@ class _Parts:
             return
         whole = source
         if isinstance(source, l.Buffer):
-            kind, name = _laid_out(source.type, inner=inner), source.name
+            kind, name = laid_out(source.type, inner=inner), source.name
             free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
             whole = l.Load(source, free)
         else:
-            kind = _laid_out(Type(f32, tuple(a.extent for a in free)))
+            kind = laid_out(Type(f32, tuple(a.extent for a in free)))
             name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
         buffers = tuple(p and l.Buffer(self.fresh(f"{name}_{n}"), kind) for n, p in enumerate(self.split(x), 1))
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
-        order = _order(kind)
+        order = order_of(kind)
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
@@ -379,7 +376,7 @@ class _Parts:
         stores some of it.
         """
         makers = [s for s in self.steps if buffer in s.writes]
-        if any(p and _order(p.type) != _order(buffer.type) for p in parts_of):  # who stores it walks memory
+        if any(p and order_of(p.type) != order_of(buffer.type) for p in parts_of):  # who stores it walks memory
             return False
         if len(makers) != 1 or buffer in self.program.inputs or not isinstance(step := makers[0], l.Kernel):
             return False
@@ -406,17 +403,10 @@ class _Parts:
 
     def halves(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
         """A kernel whose product is three of float16, after those that store the two parts of its factors."""
-        found = []
-        for x in map(operand, c.factors):
-            depth = two_parts.depth_of(x, c)
-            assert isinstance(x, l.Load) and depth is not None
-            if (key := (x.buffer, depth)) not in self.halved:
-                laid_out = _laid_out(x.buffer.type, f16)
-                self.halved[key] = new = two_parts.halves(x.buffer, depth, laid_out, self.fresh)
-                maker = two_parts.maker(x.buffer, depth, new, self.fresh(f"{x.buffer.name}_parts"), kernel.source)
-                self.steps.insert(self.steps.index(kernel), maker)
-            found.append(self.halved[key])
-        return two_parts.multiplied(kernel, c, (found[0], found[1]))
+        makers, product = halved(kernel, c, self.halved, self.constant, self.fresh)
+        at = self.steps.index(kernel)
+        self.steps[at:at] = makers
+        return product
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
@@ -439,23 +429,3 @@ class _Parts:
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
         return [b and l.Load(b, free) for b in self.made[key]]
-
-
-def _order(kind: Type) -> list[int]:
-    """The dimensions of a tensor as they lie in memory, the outermost first."""
-    return sorted(range(kind.rank), key=lambda d: -_stride(kind, d))
-
-
-def _laid_out(kind: Type, dtype: DType = bf16, inner: int | None = None) -> Type:
-    """The type of parts of a tensor: its dimensions lie in memory in the same order, but for one that may be the
-    innermost, and rows begin aligned.
-    """
-    order = sorted(_order(kind), key=lambda d: d == inner)
-    found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
-    return plain if found.element_strides == plain.element_strides else found
-
-
-def _stride(kind: Type, d: int) -> float:
-    """How far apart the elements along a dimension are. One that repeats itself is outermost, as is one of one."""
-    found = kind.element_strides[d]
-    return found if isinstance(found, int) and found and kind.shape[d] != 1 else float("inf")

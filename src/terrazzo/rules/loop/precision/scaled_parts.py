@@ -12,7 +12,7 @@ number is 0 only, and so the sums are infinite or NaN where those of float32 are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from terrazzo.ir.expr import Bound, IntExpr, Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.sites import Product
-from terrazzo.ir.types import Type, f32
+from terrazzo.ir.types import Type, f32, i64
 from terrazzo.rules.loop.precision.number_parts import pairs, total
 
 SCALE = 2.0**11
@@ -47,13 +47,20 @@ DEPTH = 256
 @dataclass(frozen=True)
 class Halves:
     """The two parts of a factor in memory, and of each of its rows the root of what they are to be multiplied by, and
-    how large sums are, at least, which what they leave hardly changes.
+    how large sums are, at least, which what they leave hardly changes. So many rows of another factor lie `before` its
+    own.
     """
 
     first: l.Buffer
     second: l.Buffer
     root: l.Buffer
     least: l.Buffer
+    before: int = 0
+
+    def at(self, index: Sequence[IntExpr]) -> tuple[IntExpr, ...]:
+        """Where what the factor has somewhere, or the row of that, lies."""
+        first, *others = index
+        return (first + self.before, *others)
 
 
 def depth_of(x: Node, c: Contraction) -> int | None:
@@ -82,16 +89,20 @@ def why_not(p: Product | None) -> str:
     return ""
 
 
-def halves(buffer: l.Buffer, depth: int, laid_out: Type, name: Callable[[str], str]) -> Halves:
+def halves(name: str, depth: int, laid_out: Type, fresh: Callable[[str], str]) -> Halves:
     """Where the parts of a tensor, summed along a dimension, come to lie."""
-    rows = tuple(n for d, n in enumerate(buffer.type.static_shape) if d != depth)
-    first, second = (l.Buffer(name(f"{buffer.name}_{n}"), laid_out) for n in (1, 2))
-    return Halves(first, second, *(l.Buffer(name(f"{buffer.name}_{x}"), Type(f32, rows)) for x in ("root", "least")))
+    rows = tuple(n for d, n in enumerate(laid_out.static_shape) if d != depth)
+    first, second = (l.Buffer(fresh(f"{name}_{n}"), laid_out) for n in (1, 2))
+    root, least = (l.Buffer(fresh(f"{name}_{x}"), Type(f32, rows)) for x in ("root", "least"))
+    return Halves(first, second, root, least)
 
 
-def maker(buffer: l.Buffer, depth: int, found: Halves, name: str, source: str) -> l.Kernel:
-    """The kernel that stores them."""
-    shape = buffer.type.static_shape
+def makers(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, source: str) -> list[l.Kernel]:
+    """The kernels that store them: of one tensor, or of the rows of two, one behind the other. One kernel does, whose
+    threads have a row; but where rows lie across memory, few threads would have all of it: there the roots come first,
+    and then what goes by these.
+    """
+    shape = found.first.type.static_shape
     rows = [d for d in range(len(shape)) if d != depth]
     names = {d: f"a{n}" for n, d in enumerate([*rows, depth])}
     axes = {d: Var(names[d], shape[d]) for d in (*rows, depth)}
@@ -100,22 +111,34 @@ def maker(buffer: l.Buffer, depth: int, found: Halves, name: str, source: str) -
     def at(k: IntExpr) -> tuple[IntExpr, ...]:
         return tuple(k if d == depth else axes[d] for d in range(len(shape)))
 
-    def reduced(name: str, term: Callable[[Node], Node]) -> l.Reduce:
-        return l.Reduce.make(monoid(name), (along,), (term(l.Load(buffer, at(along))),))
+    def number(k: IntExpr) -> Node:
+        if len(buffers) == 1:
+            return l.Load(buffers[0], at(k))
+        (row, *others), end = at(k), buffers[0].type.static_shape[0]
+        one = l.Load(buffers[0], (row, *others), (end - 1 - row,))
+        other = l.Load(buffers[1], (row - end, *others), (row - end,))
+        return apply("where", apply("lt", l.Index(row), l.Literal(end, i64)), one, other)
 
-    largest = reduced("max", lambda x: apply("where", _finite(x), apply("abs", x), _number(0.0)))
-    root, scale = scales(largest)
-    x = l.Load(buffer, at(axes[depth]))
-    first, second, _ = parts(x, scale)
-    lost = reduced("sum", lambda x: parts(x, scale)[2])
-    row = tuple(axes[d] for d in rows)
-    stores = (
-        l.Store(found.root, row, root),
-        l.Store(found.least, row, apply("mul", lost, _number(2.0 ** (LARGEST + 1) * SURE / SCALE))),
-        l.Store(found.first, at(axes[depth]), first),
-        l.Store(found.second, at(axes[depth]), second),
-    )
-    return l.Kernel(name, tuple(axes.values()), stores, source)
+    def reduced(name: str, term: Callable[[Node], Node]) -> l.Reduce:
+        return l.Reduce.make(monoid(name), (along,), (term(number(along)),))
+
+    def stored(scale: Node) -> tuple[list[l.Store], l.Store]:
+        """The two parts, and how large sums are to be, of rows that are scaled so."""
+        halves = zip((found.first, found.second), parts(number(axes[depth]), scale)[:2], strict=True)
+        lost = reduced("sum", lambda x: parts(x, scale)[2])
+        least = apply("mul", lost, _number(2.0 ** (LARGEST + 1) * SURE / SCALE))
+        return [l.Store(b, at(axes[depth]), x) for b, x in halves], l.Store(found.least, row, least)
+
+    row, every = tuple(axes[d] for d in rows), tuple(axes.values())
+    root, scale = scales(reduced("max", lambda x: apply("where", _finite(x), apply("abs", x), _number(0.0))))
+    first = l.Store(found.root, row, root)
+    if any(b.type.element_strides[depth] == 1 for b in buffers):
+        two, least = stored(scale)
+        return [l.Kernel(name, every, (first, least, *two), source)]
+    known = l.Load(found.root, row)
+    two, least = stored(apply("div", _number(1.0), apply("mul", known, known)))
+    apart = (found.root.name, row, (first,)), (found.least.name, row, (least,)), (name, every, tuple(two))
+    return [l.Kernel(x, axes, stores, source) for x, axes, stores in apart]
 
 
 def scales(largest: Node) -> tuple[Node, Node]:
@@ -147,10 +170,10 @@ def multiplied(kernel: l.Kernel, c: Contraction, found: tuple[Halves, Halves]) -
     axes, _ = l.open_binder(c.reduce)
     own = dict(zip(c.reduce.axes, axes, strict=True))
     loads: list[Any] = [substitute(x, own) for x in c.terms[0]]
-    halved = [[l.Load(b, x.index) for b in (h.first, h.second)] for x, h in zip(loads, found, strict=True)]
+    halved = [[l.Load(b, h.at(x.index)) for b in (h.first, h.second)] for x, h in zip(loads, found, strict=True)]
     terms = [(i + j, apply("mul", *(apply("f32", halved[n][p]) for n, p in ((0, i), (1, j))))) for i, j in pairs(2)]
     fast = l.Reduce.make(c.reduce.monoid, axes, (total(terms, SCALE),))
-    rows = [tuple(i for i in x.index if i not in axes) for x in loads]
+    rows = [h.at([i for i in x.index if i not in axes]) for x, h in zip(loads, found, strict=True)]
     root = apply("mul", *(l.Load(h.root, at) for h, at in zip(found, rows, strict=True)))
     least = apply("add", *(l.Load(h.least, at) for h, at in zip(found, rows, strict=True)))
     sure = apply("not_", apply("lt", apply("abs", fast), least))

@@ -13,7 +13,8 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Site
 from terrazzo.ir.sites import Product
 from terrazzo.rules.access import box
 from terrazzo.rules.loop_to_tile.products.results import along
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import LEAST, ROWS, Tile
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import LEAST, ROWS, WIDE, Tile
+from terrazzo.rules.loop_to_tile.walked.threads import ceil
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
 
@@ -21,6 +22,15 @@ RESULTS = 2
 """Subtiles of results on their way."""
 TURNED = 128
 """Columns of a tile from which on results that run along its rows gather in shared memory."""
+
+TURNING = 0.95
+"""At what part of the rate results of 16 bits leave registers where memory runs along a tile's rows: lanes side by side
+have columns. Held against benchmarks/fits/h100-small.json: 64 x 96 of 256 x 768 x 2304 took 5.5 us turned, and 4.5 not.
+"""
+BOTH = 0.8
+"""What is left of waiting for slots where two warpgroups have some each: 512 x 2048 x 5632 took 20.1 us in tiles of 128
+x 176, which are eleven subtiles (H200), and 24.1 in those of 192, which are three (H100).
+"""
 
 
 def result_sites(p: Product, t: Tile, by: str) -> Sequence[Site]:
@@ -46,11 +56,19 @@ def _row(store: l.Store, t: Tile) -> int:
 
 
 def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
-    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size."""
+    """Bytes of results in a nanosecond. Registers are stored one by one, whatever their size. Narrow subtiles wait for
+    slots more often than wide ones, which nothing hides unless warpgroups take turns.
+    """
     by = leaves(p, t)
     if not by:
-        return has.direct * min(min(s.buffer.type.dtype.size for s in p.kernel.stores) / 4, 1.0)
-    return has.gathered if by == "tma" else has.rows
+        turned = all(along(s, t.rows) and not along(s, t.columns) for s in p.kernel.stores)
+        size = min(s.buffer.type.dtype.size for s in p.kernel.stores)
+        return has.direct * min(size / 4, 1.0) * (TURNING if turned and size < 4 else 1.0)
+    if by != "tma":
+        return has.rows
+    columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * (BOTH if t.groups > 1 else 1.0)
+    size, more = 2 * t.m * columns, columns // t.width - ceil(columns, WIDE)
+    return size / (size / has.gathered + more * waited)
 
 
 def leaves(p: Product, t: Tile) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import topological
 from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
@@ -17,7 +16,7 @@ from terrazzo.rules.loop_to_tile.estimate import BOXED, expected
 from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
-from terrazzo.rules.loop_to_tile.walked.threads import size_of, step
+from terrazzo.rules.loop_to_tile.walked.threads import size_of
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile_to_kernel.lower import derived
 
@@ -33,12 +32,6 @@ us there and 107 in parts, and twice as many rows 134 and 104 (H200, 23 November
 """
 
 
-ACROSS, FIRST = 4.0, 20_000.0
-"""How many times as long as by what it moves a kernel takes that scales rows which lie across memory, and nanoseconds
-besides: it goes through them three times, and few threads have a row. Not measured, and rather too much.
-"""
-
-
 def gain(
     before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]
 ) -> tuple[float, str]:
@@ -49,21 +42,9 @@ def gain(
     if why or chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
         return 0.0, why
     old = expected(before, gpu)
-    new = time + sum(_makes(x, gpu) for x in after[:-1])
+    new = time + expected(after[:-1], gpu)
     told = f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
     return old - new, "" if new < old else told
-
-
-def _makes(maker: l.Kernel, gpu: Gpu) -> float:
-    """What a kernel takes that stores parts, whose rows may lie across memory."""
-    time = expected([maker], gpu)
-    crossed = any(
-        isinstance(x, l.Load) and a in x.free and step(x, a) != 1
-        for r in maker.carried
-        for a in (r.axes if isinstance(r, l.Reduce) else ())
-        for x in topological(r.args)
-    )
-    return time * ACROSS + FIRST if crossed else time
 
 
 def no_gain(kernel: l.Kernel, count: int, gpu: Gpu) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
-from terrazzo.ir.sites import Product
+from terrazzo.ir.sites import Product, called
 from terrazzo.rules.loop_to_tile.products.making import MADE_WAVES, converted, promotes
 from terrazzo.rules.loop_to_tile.products.results import along, results
 from terrazzo.rules.loop_to_tile.products.work import STEP, facts_of
@@ -152,9 +152,14 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             yield tile
             if n <= NARROW and _lengthens(p, 2 * tile.k):
                 yield replace(tile, k=2 * tile.k)
-            for split in () if made else (rows, columns):  # multicast: what threads read is their block's
+            for split in () if made or _called_alike(p) else (rows, columns):  # what threads read is their block's
                 if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
                     yield Tile(rows, columns, groups, each, n, tile.k, split, turns=turns)
+
+
+def _called_alike(p: Product) -> bool:
+    """Whether two operands are of one buffer, so that schedules cannot say of one of them that it is multicast."""
+    return len(set(map(called, p.sources))) < len(p.sources)
 
 
 def abreast(p: Product, columns: int) -> Iterator[Tile]:

@@ -279,6 +279,7 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         made=_made(p, tile, gpu),
         alone=tile.groups == 1,
         turns=tile.turns,
+        read=_read(p, tile),
     )  # fmt: skip
 
 
@@ -357,6 +358,14 @@ def _made(p: Product, tile: Tile, gpu: Gpu) -> float:
     if promotes(p) or not converted(p):
         return 0.0
     return BEFORE + making(p) * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
+
+
+def _read(p: Product, tile: Tile) -> float:
+    """Bytes of slabs that instructions read in a step of parts: rows of warpgroups, and all columns for each."""
+    if not promotes(p):
+        return 0.0
+    rows = 0 if converted(p) else ROWS
+    return 2.0 * facts_of(p).terms / tile.abreast * (tile.m // ROWS) * (rows + tile.n * tile.abreast) * tile.k
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:

@@ -38,7 +38,7 @@ class Work(NamedTuple):
     numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. A warpgroup
     makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
     for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
-    tile while another multiplies, which hides so much of it.
+    tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs.
     """
 
     m: int
@@ -64,6 +64,7 @@ class Work(NamedTuple):
     alone: bool = False
     turns: bool = False
     hidden: float = HIDDEN
+    read: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -86,7 +87,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate
     multiplying = arithmetic if work.alone else arithmetic / 2
-    alone = work.fetched / has.shared
+    alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks if work.read else 0.0)
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
     cluster = has.cluster if blocks > 1 and not work.shared else 0
