@@ -50,6 +50,7 @@ from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
+from terrazzo.rules.loop.layout.phases import phases_apart
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
 from terrazzo.rules.loop.layout.turned import store_turned
 from terrazzo.rules.loop.layout.views import pass_views
@@ -171,7 +172,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    softmaxes = online(p, log, _refusal(options, tried, used=True), sizes)
+    softmaxes = online(phases_apart(p, log, price), log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
@@ -308,7 +309,8 @@ def machine(options: Options) -> Gpu:
 def libraries(options: Options) -> Libraries | None:
     """What decides which ops of PyTorch are called, where that may be: on a GPU."""
     gpu = target(options.target).gpu if options.libraries == "auto" else None
-    tf32 = options.fp32 in ("tf32", "bf16")
+    said = {"product": options.fp32 in ("tf32", "bf16"), "convolution": options.tf32}
+    tf32 = {family for family, allowed in said.items() if allowed}
     return Libraries(gpu, partial(_alone, options.target, options.fp32), tf32) if gpu else None
 
 

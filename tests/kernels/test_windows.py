@@ -251,6 +251,33 @@ def test_channels_that_a_thread_sums_come_in_vectors() -> None:
     assert max(s.count for s in k.walk(kernel.body) if isinstance(s, k.Move)) == 32
 
 
+def test_long_filters_are_windows_and_long_poolings_are_rows() -> None:
+    x, w = (torch.empty(s, device="meta") for s in ((8, 128, 56, 56), (128, 1, 31, 31)))
+    for fn, args, rule in (
+        (lambda x, w: depthwise(x, w, padding=15), (x, w), "window"),
+        (lambda x: F.adaptive_avg_pool2d(x, 2), (x,), "share"),
+    ):
+        found = lowering_of(fn, args, libraries="never")
+        assert [e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired] == [rule]
+
+
+@pytest.mark.parametrize(("dtype", "rule"), [(torch.float32, "window"), (torch.bfloat16, "tile")])
+def test_threads_multiply_few_channels_in_float32(dtype: torch.dtype, rule: str) -> None:
+    """As in a net's first convolution, which tiles of CUDA cores took twice as long for; in 16 bits a window took 74 us
+    where patches and tensor cores took 51 (H100).
+    """
+    args = [torch.empty(s, dtype=dtype, device="meta") for s in ((32, 3, 224, 224), (32, 3, 3, 3))]
+    program = capture(lambda x, w: F.conv2d(x, w, stride=2, padding=1), tuple(args), {}).program
+    done = lowering(program, Options(target="sm_90a", libraries="never"))
+    chosen = [e.rule for e in done.log.events if (e.pass_name, e.subject) == ("schedule", "convolution") and e.fired]
+    assert chosen == [rule]
+    if rule == "window":
+        found = programs.lowered(
+            lambda x, w: F.conv2d(x, w, stride=2, padding=1), (r(1, 3, 20, 20), r(8, 3, 3, 3)), "sm_90a"
+        )
+        right(found)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_groups_of_few_channels_are_windows(last: bool) -> None:
     """Patches of all groups are nine times the image, and instructions would compute twice as much as is wanted."""

@@ -135,6 +135,7 @@ def seasoned(program: Program) -> Program:
         looked_up,
         two_in_one(table),
         across(*(t.scan("sum", t.cast(t.iota(s, t.coordinates(s)[1]), f32), 0) for s in ((4, 16), (2, 6, 8)))),
+        spread(*(t.scan("sum", t.cast(t.iota(s, t.coordinates(s)[1]), f32), 0) for s in ((3, 16), (5, 4, 16)))),
         t.literal(2.0, f32, (3,)),
         *where,
         few_of_rows(t.scan("sum", t.cast(t.iota((6, 400), sum(t.coordinates((6, 400))) % 3), f32), 1)),
@@ -164,6 +165,19 @@ def two_in_one(x: Any) -> Any:
     digit = t.apply("and_", t.apply("shr", held, t.iota(shape, i[2] % 2)), t.literal(1, i64, shape))
     factors = t.index_map(x, shape, (i[0], i[2])), t.cast(t.cast(digit, bf16), f32)
     return t.reduce("sum", t.apply("mul", *factors), [2])
+
+
+def spread(image: Any, filters: Any) -> Any:
+    """A transposed convolution with a stride of 2."""
+    i = t.coordinates((5, 6, 16, 4))
+    reached = i[1] - i[3] + 5
+    place = reached // 2 - 2
+    inside = (place, 2 - place, reached % 2 * -1)
+    factors = (
+        t.index_map(image, (5, 6, 16, 4), (place, i[2]), inside),
+        t.index_map(filters, (5, 6, 16, 4), (i[0], i[3], i[2])),
+    )
+    return t.reduce("sum", t.apply("mul", *factors), [2, 3])
 
 
 def across(x: Any, w: Any) -> Any:

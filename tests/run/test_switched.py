@@ -17,7 +17,7 @@ from terrazzo.front.capture import capture
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.run import compiled
-from terrazzo.run.switched import Switched, asked
+from terrazzo.run.switched import Switched, asked, convolutions_in_tf32
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,26 @@ torch.backends.cuda.matmul.fp32_precision = {setting!r}
 print(asked())"""
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == way
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_whether_cudnn_may_use_tf32_is_read(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """It is what a library is priced by, and names a plan."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    assert convolutions_in_tf32() == allowed
+    program = capture(lambda x: x + 1, (torch.zeros(4),)).program
+    keys = {compiled.plan_key(program, Options(target="sm_90a", tf32=x), "a machine") for x in (False, True)}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(("setting", "allowed"), [("tf32", "True"), ("ieee", "False")])
+def test_the_newer_switch_of_cudnn_is_read(setting: str, allowed: str) -> None:
+    code = f"""import torch
+from terrazzo.run.switched import convolutions_in_tf32
+torch.backends.cudnn.conv.fp32_precision = {setting!r}
+print(convolutions_in_tf32())"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == allowed
 
 
 def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:

@@ -37,7 +37,7 @@ from terrazzo.run.misfit import misfit
 from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.once import Once
 from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, slots_in
-from terrazzo.run.switched import Switched
+from terrazzo.run.switched import Switched, convolutions_in_tf32
 from terrazzo.run.tensors import Expected
 from terrazzo.targets import target
 
@@ -243,6 +243,8 @@ def compile_program(
         raise UserError(f"option frozen: {program.name} has no input {strange[0]!r}")
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
+    if target(options.target).gpu and options.libraries == "auto":
+        options = replace(options, tf32=convolutions_in_tf32())
     if options.fp32 == "auto" and target(options.target).gpu:
         return Switched(lambda way: compile_program(program, bound, replace(options, fp32=way), device))
     if options.target == "interpreter":
@@ -390,7 +392,7 @@ def _lowering(program: Any, options: Options, tried: Experience | None = None) -
 def plan_key(program: Any, options: Options, machine: str) -> str:
     """Names the plan of a program for a machine in the cache."""
     o = options
-    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32, o.frozen))
+    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32, o.tf32, o.frozen))
     return digest("plan", show(program), choices, machine, own_version())
 
 

@@ -19,6 +19,16 @@ def asked() -> str:
         return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else WAYS["highest"]
 
 
+def convolutions_in_tf32() -> bool:
+    """Whether PyTorch is told that cuDNN may compute convolutions in float32 in TF32."""
+    import torch
+
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # only the newer switch was used
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")
+
+
 class Switched:
     """A compiled program that is compiled anew when the switch is turned to what it was not compiled for: Dynamo's
     guards know whether tf32 is allowed, and not whether bfloat16 is. Otherwise the same as what `make` makes of a way.

@@ -59,7 +59,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
             # tiles would compute them again at points of other axes
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
-        if windows.of_few_columns(kernel):
+        if windows.multiplied_by_threads(kernel):
             found = windows.window(kernel, gpu)
             if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
                 yield from _windows(kernel, gpu, pinned)
@@ -219,6 +219,8 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
     if gpu.warpgroups is None or not any(size_of(a) > 1 and all(step(s, a) == 1 for s in stores) for a in batch):
         return
     points, size = math.prod(map(size_of, kernel.axes)), max(s.dtype.size for s in stores)
+    if any(0 < (step(s, a) or SECTOR) * size < SECTOR for s in stores for a in kernel.axes if a not in batch):
+        return  # they are in one sector with others
     turning = 2 * points * size / gpu.memory + gpu.launch
     apart = results_apart(kernel, p.batch)
     if len(apart) > 1 and turning < points * (SECTOR - size) / gpu.cache:

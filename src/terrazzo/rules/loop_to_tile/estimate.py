@@ -149,7 +149,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if whole_derives else []
         else:
             found.append(plan.time)
-    if windows.of_few_columns(kernel) and (window := windows.window(kernel, gpu)) is not None:
+    if windows.multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
     least = min(found, default=math.inf)
     for time, form, chosen in sorted([*_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], key=lambda way: way[0]):

@@ -72,15 +72,19 @@ class Rescued:
         self.where_any(self.builder.let(some), self.sums)
 
     def look(self) -> None:
-        """What is made of each sum in its place, and which of them each lane doubts."""
+        """What is made of each sum in its place, and which of them each lane doubts: none beyond the results, where
+        sums are 0, and what a row or a column lost is not.
+        """
         builder, sum_ = self.builder, l.Load(self.tile.place, self.at)
         known = {**self.env, self.found.of: sum_}
+        beyond = [l.apply("lt", l.Index(e), l.Literal(0, i64)) for e in self.edges.values()]
 
         def one() -> None:
             will_do, fast = (builder.let(substitute(x, known)) for x in (self.found.sure, self.found.fast))
             bit = l.apply("shl", l.Literal(1, u32), l.apply("u32", l.Index(self.number % WORD)))
             word = l.Load(self.doubts, (self.number // WORD,))
-            more = l.apply("where", will_do, l.Literal(0, u32), bit)
+            fine: list[Node] = [will_do, *beyond]
+            more = l.apply("where", reduce(partial(l.apply, "or_"), fine), l.Literal(0, u32), bit)
             builder.add(l.Store(self.doubts, word.index, l.apply("or_", word, more)))
             builder.add(l.Store(self.tile.place, self.at, fast))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +25,12 @@ LIBRARY, OURS = "the library", "ours"
 @dataclass
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
-    where there are none).
+    where there are none). In float32 libraries compute ops of some families in TF32.
     """
 
     gpu: Gpu
     ours: Callable[[Aten], float]
-    tf32: bool = False
+    tf32: Collection[str] = ()
     layouts: dict[Node, Any] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
@@ -198,31 +198,34 @@ def chosen(name: str, dtype: str) -> bool:
     return name in FAMILIES and library.reach(FAMILIES[name][0], dtype) is not None
 
 
-def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
-    """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds."""
+def price(op: Any, gpu: Gpu, tf32: Collection[str] = ()) -> float:
+    """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, where some families are
+    computed in TF32.
+    """
     family, operations = _family(op)
-    found = library.reach(family, _kind(op), tf32)
+    found = library.reach(family, _kind(op), family in tf32)
     assert found is not None
     needed = operations(op.args, _result(op), found.tile)
     types = [x.type for x in _tensors(op.args)]
     moved = sum(_bytes(y) for y in (*types, _result(op)))
-    return library.price(found, gpu, needed, moved) + (_around(op, gpu) if family == "convolution" else 0.0)
+    around = _around(op, gpu, family in tf32) if family == "convolution" else 0.0
+    return library.price(found, gpu, needed, moved) + around
 
 
 def _bytes(kind: Type) -> int:
     return math.prod(kind.static_shape) * kind.dtype.size
 
 
-def _around(op: Any, gpu: Gpu) -> float:
-    """What other kernels take around that of a convolution: those that bring channels of 16 bits to the end and back,
-    where they come first and it is more than a product of pixels, and one that adds the bias.
+def _around(op: Any, gpu: Gpu, tf32: bool) -> float:
+    """What other kernels take around that of a convolution: those that bring channels to the end and back for tensor
+    cores, where they come first and it is more than a product of pixels, and one that adds the bias.
     """
     x, w, bias, stride, padding, _, transposed, *_, groups = op.args
     out, dtype = _result(op), _kind(op)
     last = x.type.rank > 2 and x.type.shape[1] != 1 and x.type.element_strides[1] == 1
     plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
     found = 0.0
-    if (turned := library.reach("image turned", dtype)) and not last and (transposed or not plain):
+    if (turned := library.reach("image turned", dtype, tf32)) and not last and (transposed or not plain):
         found += library.price(turned, gpu, 0.0, 2 * (_bytes(x.type) + _bytes(out)))
     if bias is not None and (added := library.reach("bias", dtype)):
         found += library.price(added, gpu, 0.0, 2 * _bytes(out))

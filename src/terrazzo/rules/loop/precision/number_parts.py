@@ -141,14 +141,21 @@ def _number(value: float) -> l.Literal:
     return l.Literal(value, f32)
 
 
-def laid_out(kind: Type, dtype: DType = bf16) -> Type:
-    """The type of parts of a tensor: its dimensions lie in memory in the same order, and rows begin aligned."""
-    order = sorted(range(kind.rank), key=lambda d: -stride(kind, d))
+def order_of(kind: Type) -> list[int]:
+    """The dimensions of a tensor as they lie in memory, the outermost first."""
+    return sorted(range(kind.rank), key=lambda d: -stride(kind, d))
+
+
+def laid_out(kind: Type, dtype: DType = bf16, inner: int | None = None) -> Type:
+    """The type of parts of a tensor: its dimensions lie in memory in the same order, but for one that may be the
+    innermost, and rows begin aligned.
+    """
+    order = sorted(order_of(kind), key=lambda d: d == inner)
     found, plain = Type(dtype, kind.shape, ordered_strides(kind.static_shape, order, ALIGNED)), Type(dtype, kind.shape)
     return plain if found.element_strides == plain.element_strides else found
 
 
 def stride(kind: Type, d: int) -> float:
-    """How far apart the elements along a dimension are. One that repeats itself is outermost."""
+    """How far apart the elements along a dimension are. One that repeats itself is outermost, as is one of one."""
     found = kind.element_strides[d]
-    return found if isinstance(found, int) and found else float("inf")
+    return found if isinstance(found, int) and found and kind.shape[d] != 1 else float("inf")

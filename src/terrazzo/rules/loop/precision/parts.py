@@ -5,36 +5,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.ir.address import coefficient, flatten
-from terrazzo.ir.contraction import Contraction, contraction, nested_contraction, operand
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, Loaded, Var
-from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, substitute, substituted, topological
+from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.precision.halved import halved
-from terrazzo.rules.loop.precision.number_parts import (
-    EXACT,
-    SCALE,
-    few_parts,
-    laid_out,
-    pairs,
-    parts,
-    small_parts,
-    stride,
-    total,
+from terrazzo.rules.loop.precision.factors import (
+    along_sums,
+    is_rearranged,
+    is_window,
+    made_inside,
+    multiplied,
+    points_of,
+    sides,
+    summed,
+    sums_outside,
 )
+from terrazzo.rules.loop.precision.halved import halved
+from terrazzo.rules.loop.precision.number_parts import EXACT, SCALE, few_parts, laid_out, order_of, parts
 from terrazzo.rules.loop.precision.peaks import peaked
 from terrazzo.rules.loop.precision.scaled_parts import Halves, why_not
-from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.walked.threads import step
 
 PASS = "parts"
@@ -160,6 +158,17 @@ def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
     return into_parts(alone, Log(), count, lambda old, new: (0.0, "")).steps  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How the parts of a product's factors are made: those of operands that are `inside` on their way; two of each row,
+    `scaled`; and those of buffers that lie along another dimension than the buffer does, with that `inner` one.
+    """
+
+    inside: frozenset[Node] = frozenset()
+    scaled: bool = False
+    inner: Mapping[l.Buffer, int] = field(default_factory=dict)
+
+
 class _Parts:
     """The steps of a program on their way, and the parts that are in memory, by what they are of: a buffer, or a term
     and its axes.
@@ -183,9 +192,8 @@ class _Parts:
         self.scale = SCALE
         self.names = {b.name for b in program.inputs} | {b.name for s in program.steps for b in s.writes}
         self.windows: frozenset[Node] = frozenset()
-        self.inside: frozenset[Node] = frozenset()
+        self.way = _Way()
         self.halved: dict[tuple[l.Buffer, int], Halves] = {}
-        self.scaled = False
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -194,7 +202,7 @@ class _Parts:
         sums = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce | l.Scan)]
         products = [c for r in sums if isinstance(r, l.Reduce) and (c := contraction(r)) is not None]
         both = chain(kernel) if products else None
-        outside = _outside(both) if both is not None else []
+        outside = sums_outside(both) if both is not None else []
         types = {x.dtype for c in (*products, *outside) for x in c.operands}  # type: ignore[attr-defined]
         whole = types == {f32} or (both is None and f32 in types and types <= {f32, *EXACT})
         if not whole or any(c.reduce.dtype is not f32 for c in (*products, *outside)):
@@ -204,55 +212,64 @@ class _Parts:
         why = self.why_not(kernel, sums if both is None else (), products)
         why = why or self.refused(kernel, self.count)
         if not why:
-            every = frozenset(x for c in products for x in c.operands if _window(x) or _rearranged(x))
+            every = frozenset(x for c in products for x in c.operands if is_window(x) or is_rearranged(x))
             for some in dict.fromkeys((self.little(kernel, every), frozenset(), every)):
                 self.windows = some
                 if not (why := self.replace(kernel, products)):
                     break
             self.windows = frozenset()
-        self.inside = frozenset()
         if why:
             self.log.add(Event(PASS, RULE, kernel.name, False, why))
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
         """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
         before, made, halved, names = list(self.steps), dict(self.made), dict(self.halved), set(self.names)
-        best: tuple[tuple[float, float], tuple[bool, frozenset[Node]]] | None = None
+        best: tuple[tuple[float, float], _Way] | None = None
         first = ""
-        none = frozenset[Node]()
-        ways = [(False, none), *((False, side) for side in _sides(kernel))]
-        if self.count == EVERY_DIGIT and not why_not(product(kernel)):
-            ways.append((True, none))
-        for self.scaled, self.inside in ways:
+        for way in self.ways(kernel):
+            if way.inner and best is not None:  # what may stay as it lies does
+                break
+            self.way = way
             old, new = self.put(kernel, products)
             gained, why = self.gain(old, new)
             stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
-                best = (-stored, gained), (self.scaled, self.inside)
+                best = (-stored, gained), way
             self.steps, self.made, self.halved, self.names = list(before), dict(made), dict(halved), set(names)
+        self.way = _Way()
         if best is None:
-            self.scaled = False
             return first
-        _, (self.scaled, self.inside) = best
+        _, self.way = best
         old, new = self.put(kernel, products)
-        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := _summed(x)))
-        what = f"a product of float32 is {terms} of {'float16' if self.scaled else 'bfloat16'}"
+        terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := summed(x)))
+        what = f"a product of float32 is {terms} of {'float16' if self.way.scaled else 'bfloat16'}"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
         self.log.applied(PASS, RULE, kernel.name, old, new)
-        self.scaled = False
+        self.way = _Way()
         return ""
+
+    def ways(self, kernel: l.Kernel) -> Iterator[_Way]:
+        """How parts may be made: of both factors by kernels of their own, of one on its way, of rows that are scaled;
+        and along another dimension than memory runs along.
+        """
+        yield _Way()
+        yield from (_Way(inside=side) for side in sides(kernel))
+        if self.count == EVERY_DIGIT and not why_not(product(kernel)):
+            yield _Way(scaled=True)
+        if inner := along_sums(kernel):
+            yield _Way(inner=inner)
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
         """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
         before = list(self.steps)
         for c in products:
-            for x in () if self.scaled else c.operands:
-                if x not in self.inside and not _made(x):
+            for x in () if self.way.scaled else c.operands:
+                if x not in self.way.inside and not made_inside(x):
                     self.make(x, c, kernel)
-        product = self.halves(kernel, *products) if self.scaled else self.multiplied(kernel, products)
+        product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
         self.steps[self.steps.index(kernel)] = product
         self.forget()
         old, new = set(before), set(self.steps)
@@ -263,11 +280,11 @@ class _Parts:
         any: such as the values among queries and keys that were turned.
         """
         read: dict[l.Buffer, int] = {}
-        for x in (x for x in windows if _window(x)):
-            read[x.buffer] = read.get(x.buffer, 0) + _points(x)
+        for x in (x for x in windows if is_window(x)):
+            read[x.buffer] = read.get(x.buffer, 0) + points_of(x)
         few = {b for b, n in read.items() if 2 * n <= math.prod(b.type.static_shape) and not self.known(b)}
         others = (s for s in self.program.steps if isinstance(s, l.Kernel) and s is not kernel)
-        few -= {b for s in others for b in few.intersection(s.reads) if any(map(_summed, s.carried))}
+        few -= {b for s in others for b in few.intersection(s.reads) if any(map(summed, s.carried))}
         return frozenset(x for x in windows if x.buffer in few)
 
     def known(self, buffer: l.Buffer) -> bool:
@@ -278,7 +295,7 @@ class _Parts:
         """Why a kernel stays as it is, whatever that costs; or nothing."""
         if len(products) < len(sums) or any(len(c.terms) > 1 for c in products):
             return "not all it sums are products of two factors"
-        read = [x for c in products for x in c.operands if not _made(x)]
+        read = [x for c in products for x in c.operands if not made_inside(x)]
         if any(isinstance(x, Loaded | l.Index) for x in topological(read)):
             return "where a factor is read depends on data, or a factor on its place"
         if self.count == 3 and any(peaked(x, self.steps) for x in read):
@@ -294,27 +311,27 @@ class _Parts:
 
     # -- parts in memory -----------------------------------------------------------------------------------------------
 
-    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float]:
-        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; and how they are
-        scaled.
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float, int | None]:
+        """What parts of an operand are of: a buffer as it is, or a term at every point of axes; how they are scaled,
+        and the dimension along which they lie if not along that of the buffer.
         """
-        if isinstance(x, l.Load) and x not in self.windows:
-            return x.buffer, (), self.scale
+        if isinstance(x, l.Load) and (x not in self.windows or x.buffer in self.way.inner):
+            return x.buffer, (), self.scale, self.way.inner.get(x.buffer)
         own = (*reader.axes, *c.reduce.axes)
         steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
         axes = [a for a in (*own, *steps) if a in x.free]
         if x in self.windows:  # they lie as what they are of does: a copy that turns it stores number by number
             axes.sort(key=lambda a: step(x, a) == 1)
-        return x, tuple(axes), self.scale
+        return x, tuple(axes), self.scale, None
 
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
-        source, free, _ = key = self.key(x, c, reader)
+        source, free, _, inner = key = self.key(x, c, reader)
         if key in self.made:
             return
         whole = source
         if isinstance(source, l.Buffer):
-            kind, name = laid_out(source.type), source.name
+            kind, name = laid_out(source.type, inner=inner), source.name
             free = tuple(Var(f"${d}", e) for d, e in enumerate(source.type.static_shape))
             whole = l.Load(source, free)
         else:
@@ -324,7 +341,7 @@ class _Parts:
         self.made[key] = buffers
         if isinstance(source, l.Buffer) and self.beside(source, buffers):
             return
-        order = sorted(range(kind.rank), key=lambda d: -stride(kind, d))
+        order = order_of(kind)
         axes = tuple(Var(f"a{order.index(d)}", a.extent) for d, a in enumerate(free))
         values = self.split(substitute(whole, dict(zip(free, axes, strict=True))))
         stores = tuple(l.Store(b, axes, v) for b, v in zip(buffers, values, strict=True) if b)
@@ -359,6 +376,8 @@ class _Parts:
         stores some of it.
         """
         makers = [s for s in self.steps if buffer in s.writes]
+        if any(p and order_of(p.type) != order_of(buffer.type) for p in parts_of):  # who stores it walks memory
+            return False
         if len(makers) != 1 or buffer in self.program.inputs or not isinstance(step := makers[0], l.Kernel):
             return False
         if any(isinstance(x, l.Reduce) and contraction(x) is not None for x in topological(step.stores)):
@@ -373,7 +392,7 @@ class _Parts:
 
     def forget(self) -> None:
         """Kernels that store parts no longer store the whole, where nobody reads it any more."""
-        whole = {source for source, free, _ in self.made if not free}
+        whole = {source for source, free, *_ in self.made if not free}
         found = [(n, s) for n, s in enumerate(self.steps) if len(s.writes) > 1 and not whole.isdisjoint(s.writes)]
         read = {b for s in self.steps for b in s.reads} | set(self.program.results) if found else set()
         for n, s in found:
@@ -399,85 +418,14 @@ class _Parts:
 
     def multiplied(self, kernel: l.Kernel, products: Sequence[Contraction]) -> l.Kernel:
         """A kernel whose products are those of parts, inner ones first."""
-        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not _made(x)}
-        return _multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
+        read = {x: tuple(self.loads(x, c, kernel)) for c in products for x in c.operands if not made_inside(x)}
+        return multiplied(kernel, tuple(products), tuple(read.items()), self.count, self.scale)
 
     def loads(self, x: Node, c: Contraction, kernel: l.Kernel) -> Sequence[Node | None]:
         """What a factor is in the products of parts: loads of parts, or terms of the factor as it lies in memory."""
-        if x in self.inside:
+        if x in self.way.inside:
             return parts(x, self.count)
-        source, free, _ = key = self.key(x, c, kernel)
+        source, free, *_ = key = self.key(x, c, kernel)
         if isinstance(x, l.Load) and isinstance(source, l.Buffer):
             return [b and l.Load(b, x.index, x.inside) for b in self.made[key]]
         return [b and l.Load(b, free) for b in self.made[key]]
-
-
-@lru_cache(maxsize=1024)
-def _multiplied(
-    kernel: l.Kernel,
-    products: tuple[Contraction, ...],
-    read: tuple[tuple[Node, tuple[Node | None, ...]], ...],
-    count: int,
-    scale: float,
-) -> l.Kernel:
-    """A kernel whose products are those of the parts that are `read` for their operands; factors that are made of what
-    was summed inside are made into parts there.
-    """
-    known, new = dict(read), dict[Any, Any]()
-    for c in products:
-        axes, _ = l.open_binder(c.reduce)
-        own: dict[Any, Any] = dict(zip(c.reduce.axes, axes, strict=True))
-        every = map(operand, c.factors)
-        a, b = (small_parts(substitute(x, new), count) if _made(x) else known[x] for x in every)
-        there = [(i + j, x, y) for i, j in pairs(count) if (x := a[i]) is not None and (y := b[j]) is not None]
-        terms = [(rank, apply("mul", *(apply("f32", substitute(p, own)) for p in (x, y)))) for rank, x, y in there]
-        new[c.reduce] = l.Reduce.make(c.reduce.monoid, axes, (total(terms, scale),))
-    stores = substituted(kernel.stores, new)
-    return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
-
-
-def _outside(c: Chain) -> list[Contraction]:
-    """The sums outside of a chain."""
-    every = accumulators(c.kernel)
-    found = [nested_contraction(every[name]) for name, _ in c.outside]
-    return [x for x in found if x is not None]
-
-
-def _summed(x: Node) -> Contraction | None:
-    return nested_contraction(x) if isinstance(x, l.Reduce) else None
-
-
-def _made(x: Node) -> bool:
-    """Whether a factor is made of what was summed inside."""
-    return any(isinstance(y, l.Reduce) for y in topological([x]))
-
-
-def _sides(kernel: l.Kernel) -> list[frozenset[Node]]:
-    """The operands of either side of a product, the larger ones first: their parts may be made on their way."""
-    if (p := product(kernel)) is None:
-        return []
-    sides = [frozenset(operand(p.factors(c)[n]) for c in p.sites) for n in range(2)]
-    sides = [side for side in sides if all(x.dtype is f32 for x in side)]  # type: ignore[attr-defined]
-    return sorted(sides, key=lambda side: -sum(map(p.touched, side)))
-
-
-def _window(x: Node) -> bool:
-    """Whether an operand is a smaller part of its buffer, every element of which is there."""
-    if not isinstance(x, l.Load) or x.inside:
-        return False
-    return _points(x) < math.prod(x.buffer.type.static_shape)
-
-
-def _points(x: Any) -> int:
-    """How many elements a load reads."""
-    return math.prod(a.extent for a in x.free if isinstance(a, Var | Bound))  # type: ignore[misc]
-
-
-def _rearranged(x: Node) -> bool:
-    """Whether an axis of a product goes through memory in no even steps, as heads do in gradients that are stacked:
-    where that is no box of memory, parts of the buffer would not be either.
-    """
-    if not isinstance(x, l.Load) or x.inside:
-        return False
-    place = flatten(x.index, x.buffer.type.element_strides)
-    return any(coefficient(place, a) is None for a in x.free if isinstance(a, Var | Bound))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -15,19 +16,21 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import bounds, terms_of
-from terrazzo.ir.node import substitute
+from terrazzo.ir.expr import Expr, Mod, at_least, bounds, terms_of
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import called, loads, product
+from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.leaving import RESULTS
+from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
 from terrazzo.rules.loop_to_tile.products.patches import patches
 from terrazzo.rules.loop_to_tile.products.results import results
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
-from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after
-from terrazzo.rules.loop_to_tile.products.work import STEP, Work, lasts
-from terrazzo.rules.loop_to_tile.walked.threads import ceil, step
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import step as longest_step
+from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
+from terrazzo.rules.loop_to_tile.products.work import STEP, Work, facts_of, lasts
+from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid, step
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -41,18 +44,30 @@ MOST = 8
 
 @dataclass(frozen=True)
 class Moved:
-    """A kernel that is one sum of products of `image`, which knows `rows`, and `filters`, which knows `columns`, both
-    contiguous along `depth`; `taps` are the other axes it sums over.
+    """A kernel that is one sum of products of `images`, which know `rows`, and `filters`, which know `columns`, all of
+    them contiguous along `depth`; `taps` are the other axes it sums over, and all know the `batch`. There are several
+    images, or filters, where these are parts of numbers: all are read at the same places.
     """
 
     kernel: l.Kernel
-    name: str
+    whole: Product
     rows: tuple[Any, ...]
     columns: Any
+    batch: tuple[Any, ...]
     depth: Any
     taps: tuple[Any, ...]
-    image: l.Load
-    filters: l.Load
+    images: tuple[l.Load, ...]
+    filters: tuple[l.Load, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the sum."""
+        return self.whole.names[0]
+
+    @property
+    def image(self) -> l.Load:
+        """The first of the images: where all of them are read."""
+        return self.images[0]
 
     @property
     def gathered(self) -> bool:
@@ -61,9 +76,11 @@ class Moved:
 
     @property
     def step(self) -> int:
-        """Elements of `depth` in a step: 128 bytes, the widest swizzle, or as many as there are."""
+        """Elements of `depth` in a step: 128 bytes, the widest swizzle, or as many as there are; and as many as are
+        promoted together.
+        """
         extent: int = self.depth.extent
-        return max(16, min(STEP, 1 << (extent - 1).bit_length()))
+        return max(16, min(longest_step(self.whole), 1 << (extent - 1).bit_length()))
 
 
 def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
@@ -72,30 +89,35 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     if p is None or len(p.sites) != 1:
         return None, ""
     (c,) = p.sites
-    if len(c.terms) > 1:
-        return None, f"it sums {len(c.terms)} products in a step"
-    image, filters = p.factors(c)
-    rows = tuple(a for a in kernel.axes if a in image.free and a not in filters.free)
-    columns = tuple(a for a in kernel.axes if a in filters.free and a not in image.free)
+    first, second = p.factors(c)
+    rows = tuple(a for a in kernel.axes if a in first.free and a not in second.free)
+    columns = tuple(a for a in kernel.axes if a in second.free and a not in first.free)
     if len(rows) < len(columns):
-        (image, filters), rows, columns = (filters, image), columns, rows
-    a, b = p.operands if p.operands[0].free & frozenset(rows) else p.operands[::-1]
-    if len(rows) < 2 or len(rows) + len(columns) < len(kernel.axes):
+        rows, columns = columns, rows
+    batch = tuple(a for a in kernel.axes if a in first.free and a in second.free)
+    if len(rows) < 2 or len(rows) + len(columns) + len(batch) < len(kernel.axes):
         return None, ""
-    if not isinstance(a, l.Load) or not isinstance(b, l.Load):
-        return None, f"{called(a if not isinstance(a, l.Load) else b)} is computed on its way"
+    images: list[l.Load] = []
+    filters: list[l.Load] = []
+    for x in p.operands:
+        if not isinstance(x, l.Load):
+            return None, f"{called(x)} is computed on its way"
+        (images if x.free & frozenset(rows) else filters).append(x)
+    a, b = images[0], filters[0]
+    if any((x.index, x.inside) != (y.index, y.inside) for side in (images, filters) for x, y in pairwise(side)):
+        return None, f"it sums {len(c.terms)} products in a step, of what is read at several places"
     if len(columns) != 1:
         return None, f"{b.buffer.name} has {len(columns)} axes of its own, and instructions take one"
-    depth = [x for x in c.reduce.axes if _along(a, x) and _along(b, x)]
+    depth = [x for x in c.reduce.axes if all(_along(y, x) for y in p.operands)]  # type: ignore[arg-type]
     if len(depth) != 1:
         return None, f"{a.buffer.name} and {b.buffer.name} are contiguous along no axis that both are summed over"
-    for x in (a, b):
+    for x in (*images, *filters):
         if not even(x.buffer):
             return None, f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
     taps = tuple(x for x in c.reduce.axes if x is not depth[0])
     if not taps and not a.inside and all(coefficient(e, x) in (0, 1) for e in a.index for x in rows):
         return None, ""  # a plain product, once its rows are one axis
-    return Moved(kernel, p.names[0], rows, columns[0], depth[0], taps, a, b), ""
+    return Moved(kernel, p, rows, columns[0], batch, depth[0], taps, tuple(images), tuple(filters)), ""
 
 
 def _along(x: l.Load | l.Store, axis: Any) -> bool:
@@ -124,12 +146,18 @@ def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
     digits = _single(load)
     places = [substitute(e, digits) for e in load.index]
     overlap = any(sum(map(bool, terms_of(e))) > 1 for e in places)  # padding reads every element once
-    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1 and load.inside:
+    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1:
         return PATCHES
     along = next((a for a in axes if step(store, a) == 1), None)
-    if along is None or (along in load.free and step(load, along) not in (0, 1)):
+    if along is None or (along in load.free and (step(load, along) not in (0, 1) or _in_bits(load, along))):
         return TRANSPOSED
     return UNEVEN if load.inside else COPIED
+
+
+def _in_bits(load: l.Load, axis: Any) -> bool:
+    """Whether an axis goes on elsewhere after a few elements, of less than a sector."""
+    terms = topological([e for e in load.index if isinstance(e, Expr)])
+    return any(isinstance(x, Mod) and x.a is axis and at_least(SECTOR - 1 - x.b * load.dtype.size, 0) for x in terms)
 
 
 def _single(load: l.Load) -> dict[Any, int]:
@@ -174,8 +202,9 @@ class Plan:
 def plans(x: Moved, gpu: Gpu) -> list[Plan]:
     """The best plans, best first; none where the machine has no instruction for it."""
     found = []
+    columns = [n for n in COLUMNS if n <= (PROMOTED if promotes(x.whole) else 2 * ACCUMULATORS)]
     for i in INSTRUCTIONS:
-        if i.operand is x.image.dtype is x.filters.dtype and i.shape[1] in COLUMNS and not missing(i, gpu):
+        if {y.dtype for y in (*x.images, *x.filters)} == {i.operand} and i.shape[1] in columns and not missing(i, gpu):
             found += [Plan(tile, i, _time(x, tile, gpu)) for tile in _tiles(x, i.shape[1])]
     span = [bounds(substitute(e, dict.fromkeys(x.rows, 0))) for e in x.image.index]
     wide = {
@@ -215,11 +244,17 @@ def _boxes(count: int, extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def _slots(x: Moved, tile: Tile, gpu: Gpu) -> int:
     results = RESULTS * tile.m * _width(tile) * 2
-    return min(SLOTS, (gpu.shared - 2048 - results) // ((tile.m + tile.n) * x.step * 2))
+    return min(SLOTS, (gpu.shared - 2048 - results) // _held(x, tile))
+
+
+def _held(x: Moved, tile: Tile) -> int:
+    """Bytes of a step: a slab for each image and each filter."""
+    size: int = x.image.dtype.size
+    return (tile.m * len(x.images) + tile.n * len(x.filters)) * x.step * size
 
 
 def _tile_counts(x: Moved, tile: Tile) -> list[int]:
-    """How many tiles there are along rows and columns."""
+    """How many tiles there are along rows and columns, for each point of the batch."""
     return [ceil(a.extent, side) for a, side in zip((*x.rows, x.columns), (*tile.box, tile.n), strict=True)]
 
 
@@ -227,18 +262,22 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
     """By the model of products: a step is a tap and so many channels. What the taps read again comes from the cache."""
     if (has := gpu.warpgroups) is None:
         return math.inf
-    p = product(x.kernel)
-    least = sum(b.type.span for b in (x.image.buffer, x.filters.buffer)) + (results(p).moved if p is not None else 0)
+    p = x.whole
+    least = sum(y.buffer.type.span for y in (*x.images, *x.filters)) + results(p).moved
+    promoted = promotes(p)
     work = Work(
-        tile.m, tile.n, 1, math.prod(_tile_counts(x, tile)), 1,
+        tile.m, tile.n, facts_of(p).terms, math.prod((*_tile_counts(x, tile), *(a.extent for a in x.batch))), 1,
         steps=math.prod(a.extent for a in x.taps) * ceil(x.depth.extent, x.step),
-        fetched=(tile.m + tile.n) * x.step * 2,
-        held=(tile.m + tile.n) * x.step * 2,
+        fetched=_held(x, tile),
+        held=_held(x, tile),
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
         rate=has.gathered if x.gathered else has.direct,
         least=least,
-        after=after(p, tile.m * tile.n, has) if p is not None else 0.0,
+        extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
+        depth=x.step,
+        after=after(p, tile.m * tile.n, has),
+        parts=promoted and x.step == STEP,
     )  # fmt: skip
     return lasts(work, gpu)
 
@@ -259,8 +298,9 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
         (a.name, (Factor("grid", count), Factor("block", side)))
         for a, count, side in zip(x.rows, rows, t.box, strict=True)
     ]
+    lines += [(a.name, grid(a.extent)) for a in x.batch]
     lines.append((x.columns.name, (Factor("grid", columns), Factor("block", t.n))))
-    ring = (("ring", _slots(x, t, gpu)),)
+    ring = (("ring", _slots(x, t, gpu)), *([("promote", True)] if promotes(x.whole) else []))
     lines.append((depth, (Factor("time", ceil(x.depth.extent, x.step), ring), Factor("block", x.step))))
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in x.taps]
     roles = (
@@ -276,7 +316,7 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
             (x.columns.name, (Factor("inst.n", t.n),)),
             (depth, (Factor("reg", x.step // 16), Factor("inst.k", 16))),
         ),
-        tuple((called(o), slab) for o in (x.image, x.filters)),
+        tuple((called(o), slab) for o in (*x.images, *x.filters)),
         plan.instruction.name,
     )
     return Schedule(

@@ -11,13 +11,16 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, terms_of
 from terrazzo.ir.node import Node, substitute, topological, transformed
 from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
 from terrazzo.rules.loop_to_tile.walked.threads import step
+
+LEAST = 16
+"""Steps that an instruction takes together: an axis of fewer is worth no boxes, however it lies in memory."""
 
 
 def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -65,15 +68,15 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     if p is None or len(p.sites) != 1 or len(p.sites[0].terms) > 1:
         return (kernel,)
     loads = [x for x in p.operands if isinstance(x, l.Load)]
-    shared = [a for a in p.axes if len(loads) == 2 and all(_dimension(x, a) is not None for x in loads)]
+    shared = [a for a in p.axes if len(loads) == 2 and all(dimension(x, a) is not None for x in loads)]
     if not shared:
         return (kernel,)
-    depth = max(shared, key=lambda a: (all(_contiguous(x, a) for x in loads), a.extent))
+    depth = max(shared, key=lambda a: (a.extent >= LEAST, all(_contiguous(x, a) for x in loads), a.extent))
     copies: list[l.Kernel] = []
     taken: dict[Node, l.Load] = {}
     for x in loads:
         if not _contiguous(x, depth) or not even(x.buffer):
-            last = _dimension(x, depth) or 0
+            last = dimension(x, depth) or 0
             copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
@@ -236,11 +239,11 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     copies: dict[l.Buffer, l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
     for x in loads:
-        dimension = _dimension(x, axis)
-        if dimension is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
+        last = dimension(x, axis)
+        if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
             continue
         if x.buffer not in copies:
-            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, dimension)
+            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
     return _reading(kernel, copies.values(), taken)
 
@@ -302,10 +305,13 @@ def _contiguous(x: l.Load, axis: Any) -> bool:
     return coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
 
 
-def _dimension(x: l.Load, axis: Any) -> int | None:
-    """The dimension that an axis walks by itself, where it is in no other."""
+def dimension(x: l.Load, axis: Any) -> int | None:
+    """The dimension that an axis walks by itself, or of whose places it is the last digit, where it is in no other."""
     found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
-    return found[0] if len(found) == 1 and x.index[found[0]] is axis else None
+    if len(found) != 1:
+        return None
+    terms = dict(terms_of(x.index[found[0]]))
+    return found[0] if terms.pop((axis,), 0) == 1 and not any(c % axis.extent for c in terms.values()) else None
 
 
 def _copy(name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1) -> l.Kernel:

@@ -12,8 +12,8 @@ from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
-from terrazzo.rules.loop_to_tile.estimate import expected
-from terrazzo.rules.loop_to_tile.products import tiles, warpgroups
+from terrazzo.rules.loop_to_tile.estimate import BOXED, expected
+from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
@@ -97,9 +97,25 @@ def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> 
     """What a product takes on warpgroups; or why it does not run there."""
     forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
     if not forms:
+        image, why = boxes.moved(kernel)
+        if image is not None:
+            return _boxed(image, gpu, lost)
         p = product(kernel)
-        return math.inf, warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel)
+        return math.inf, why or (warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel))
     return _built(forms, gpu, lost)
+
+
+def _boxed(image: boxes.Moved, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+    """What the best of a product's boxes takes where a kernel can be derived that was not lost; or why there is
+    none.
+    """
+    why = "no box of it is filled by half"
+    for plan in boxes.plans(image, gpu):
+        made = derived(image.kernel, boxes.schedule(image, plan, gpu), gpu)
+        why = made.reason if isinstance(made, Refused) else lost(made)
+        if not why:
+            return BOXED * plan.time, ""
+    return math.inf, why
 
 
 def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:

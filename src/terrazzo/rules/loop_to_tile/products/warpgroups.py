@@ -214,12 +214,13 @@ def _no_boxes(x: Any, p: Product) -> str:
     return tma.problem(found.place.tensor, (*found.sides[:-1], LEAST // x.dtype.size), 0)
 
 
-def _promotions(p: Product, tile: Tile) -> int:
-    """How often in a step: products that are scaled alike are added up together; where someone wants all digits, the
-    large ones of a long step in two halves.
+def promotion(p: Product, n: int, k: int) -> float:
+    """Nanoseconds of a step of k products in which a warpgroup that is alone adds up its sums of n columns. Products
+    that are scaled alike are added up together; where someone wants all digits, the large ones of a long step in two
+    halves.
     """
     scales = p.sites[0].scales
-    return len(set(scales)) + (every_digit(scales) and tile.k == STEP)
+    return PROMOTION * n / 64 * (len(set(scales)) + (every_digit(scales) and k == STEP))
 
 
 def _clusters(p: Product, tile: Tile) -> int:
@@ -349,7 +350,7 @@ def _extra(p: Product, tile: Tile, gpu: Gpu) -> float:
         return made / BEHIND if tile.groups > 1 else 0.0
     if tile.groups > 1:
         return made
-    return PROMOTION * tile.n / 64 * _promotions(p, tile) + made * MADE_ALONE / MADE
+    return promotion(p, tile.n, tile.k) + made * MADE_ALONE / MADE
 
 
 def _made(p: Product, tile: Tile, gpu: Gpu) -> float:

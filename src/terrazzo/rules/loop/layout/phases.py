@@ -1,0 +1,191 @@
+"""Sums of products of which every s-th point sees other steps, as those of a transposed convolution with a stride: the
+rests that points leave, their phases, are axes of their own, and steps only those that a phase sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, terms_of
+from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.sites import product
+from terrazzo.ir.types import Type
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.layout.lookups import stored_first
+
+PASS, RULE = "online", "phases_apart"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Of a factor that is read at `quotient`, (point - step + shift) // stride, and is 0 where that leaves a rest, what
+    takes the place of its point and its step: every `stride`-th point from each `phase` on, and every `stride`-th step.
+    """
+
+    quotient: FloorDiv
+    point: Any
+    step: Any
+    shift: int
+    among: Any
+    phase: Any
+    turn: IntExpr
+
+    @property
+    def stride(self) -> int:
+        """Points from one of a phase to the next."""
+        found = self.phase.extent
+        assert isinstance(found, int)
+        return found
+
+    @property
+    def tap(self) -> IntExpr:
+        """The step; it may lie behind the last one."""
+        first: IntExpr = (self.phase + self.shift) % self.stride
+        return self.turn * self.stride + first
+
+    @property
+    def at(self) -> IntExpr:
+        """The quotient; it lies before the tensor where there is no such step."""
+        beyond = self.tap // self.step.extent * (self.among.extent + self.shift + 1)
+        place: IntExpr = self.among - self.turn + (self.phase + self.shift) // self.stride - beyond
+        return place
+
+
+def phases_apart(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]], float]) -> l.Program:
+    """`program` with sums of products whose image is read at quotients of points less steps, and is 0 where these leave
+    a rest, with axes of phases and no other steps than these see, where that is faster by the model. Filters are stored
+    first, phase by phase.
+
+    @loop
+    def f(x: f32[8, 16], w: f32[16, 4, 9]):
+        with kernel('z', z=f32[9, 16]):
+            for a0 in free(9):
+                for a1 in free(16):
+                    for r0, r1 in reduce(16, 4):
+                        in0 = x[(-r1 + a1 + 1) // 2, r0] if (-r1 + a1 + 1) // 2 >= 0 and (-r1 + a1 + 1) // 2 < 8 and (-r1 + a1 + 1) % 2 == 0 else 0
+                        in1 = w[r0, r1, a0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[8, 16], w: f32[16, 4, 9]):
+        with kernel('z_w', z_w=f32[9, 4, 16]):
+            for a0 in free(9):
+                for a1 in free(2):
+                    for a2 in free(2):
+                        for a3 in free(16):
+                            in0 = w[a3, ((a1 + 1) % 2) + a2 * 2, a0]
+                            z_w[a0, a1 * 2 + a2, a3] = in0
+        with kernel('z', z=f32[9, 16]):
+            for a0 in free(9):
+                for a1 in free(8):
+                    for a2 in free(2):
+                        for r0, r1 in reduce(16, 2):
+                            in0 = x[-r1 + ((a2 + 1) // 2) + a1, r0] if r1 <= ((a2 + 1) // 2) + a1 and ((a2 + 1) // 2) + a1 <= r1 + 7 else 0
+                            in1 = z_w[a0, r1 + a2 * 2, r0]
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1 * 2 + a2] = acc0
+        return (z,)
+    """  # noqa: E501
+
+    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel, ...] | None:
+        return in_phases(s, names)
+
+    def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
+        return price([s]), price(found)
+
+    return stored_first(program, log, (PASS, RULE, "with steps of which most are 0"), find, prices)
+
+
+def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
+    """A kernel that stores filters phase by phase, and the one that reads them; None where an image has no phases."""
+    p = product(kernel)
+    if p is None or len(p.sites) != 1 or len(p.operands) != 2 or not all(isinstance(x, l.Load) for x in p.operands):
+        return None
+    reduce = p.sites[0].reduce
+    steps, args = l.open_binder(reduce)
+    loads: list[Any] = [substitute(x, dict(zip(reduce.axes, steps, strict=True))) for x in p.operands]
+    image, filters = sorted(loads, key=lambda x: not _quotients(x))
+    phases = [_phase(e, kernel.axes, steps) for e in _quotients(image)]
+    found = [y for y in phases if y is not None and y.point not in filters.free]
+    if not found or len(found) < len(phases):
+        return None
+    at: dict[Any, Any] = {y.quotient: y.at for y in found}
+    index = tuple(substitute(e, at) for e in image.index)
+    gone = {x for y in found for x in (y.point, y.step)}
+    if any(isinstance(e, Expr) and e.free & gone for e in index):
+        return None
+    sizes = dict(zip(image.index, image.buffer.type.static_shape, strict=True))
+    inside = [e for e in image.inside if not e.free & gone]
+    inside += [e for y in found for e in (y.at, sizes[y.quotient] - 1 - y.at)]
+    turns = {y.step: y.turn for y in found}
+    walked: list[Any] = [t for r in steps if not isinstance(t := turns.get(r, r), int)]
+    inner = sorted(walked, key=lambda r: (r not in turns.values(), r.extent))
+    two = {y.point: (y.among, y.phase) for y in found}
+    axes = tuple(b for a in kernel.axes for b in two.get(a, (a,)))
+    place, stored = _by_phases(kernel, filters, found, [*axes, *inner], names)
+    taken = {image: l.Load.make(image.buffer, index, tuple(inside)), filters: place}
+    term = l.Reduce.make(reduce.monoid, tuple(walked), tuple(substitute(x, taken) for x in args))
+    points: dict[Any, Any] = {y.point: y.among * y.stride + y.phase for y in found}
+    stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
+    return stored, _kernel(kernel.name, axes, stores, kernel)
+
+
+def _by_phases(
+    reader: l.Kernel, filters: l.Load, found: Sequence[Phase], every: Sequence[Any], names: Set[str]
+) -> tuple[l.Load, l.Kernel]:
+    """Filters where they are stored for each phase, along those of `every` axis that they know, in this order, and the
+    kernel that stores them: 0 where a phase has no such step.
+    """
+    taps: dict[Any, Any] = {y.step: y.tap for y in found}
+    ends = tuple(y.step.extent - 1 - y.tap for y in found)
+    value = l.Load.make(filters.buffer, *(tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x)
+                                          for x in (filters.index, (*filters.inside, *ends))))  # fmt: skip
+    turns: dict[Any, Any] = {y.phase: y.turn for y in found}
+    axes = [a for a in every if a in turns or a in turns.values() or (a in filters.free and a not in taps)]
+    index: list[Any] = []
+    shape: list[int] = []
+    for a in axes:
+        if isinstance(turn := turns.get(a), Var):  # dimensions are few that boxes may have
+            index.append(a * turn.extent + turn)
+            shape.append(a.extent * turn.extent)
+        elif a not in turns.values():
+            index.append(a)
+            shape.append(a.extent)
+    name = unused(f"{reader.name}_{filters.buffer.name}", {*names})
+    place = l.Load(l.Buffer(name, Type(filters.dtype, tuple(shape))), tuple(index))
+    return place, _kernel(name, axes, [l.Store(place.buffer, place.index, value)], reader)
+
+
+def _kernel(name: str, axes: Sequence[Any], stores: Sequence[l.Store], source: l.Kernel) -> l.Kernel:
+    """A kernel whose axes have the names that they have elsewhere."""
+    plain: dict[Any, Any] = {a: Var(f"a{n}", a.extent) for n, a in enumerate(axes)}
+    return l.Kernel(name, tuple(plain.values()), tuple(substitute(s, plain) for s in stores), source.source)
+
+
+def _quotients(x: l.Load) -> list[FloorDiv]:
+    """Quotients at which a factor is read that is 0 where there is a rest."""
+    rests = {y for e in x.inside if isinstance(e, Expr) for y in topological([e]) if isinstance(y, Mod)}
+    return [e for e in x.index if isinstance(e, FloorDiv) and e.a % e.b in rests]
+
+
+def _phase(e: FloorDiv, points: Sequence[Any], steps: Sequence[Any]) -> Phase | None:
+    """What takes the place of a point and a step, of which e is (point - step + shift) // stride; None where it is
+    not, or phases have not equally many points.
+    """
+    terms = dict(terms_of(e.a))
+    shift = terms.pop((), 0)
+    point: Any = next((x for (x, *more), c in terms.items() if c == 1 and not more and x in points), None)
+    step: Any = next((x for (x, *more), c in terms.items() if c == -1 and not more and x in steps), None)
+    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or point.extent % e.b or shift < 0:
+        return None
+    among, phase = Var(l.fresh_name(), point.extent // e.b), Var(l.fresh_name(), e.b)
+    turns = -(-step.extent // e.b)
+    return Phase(e, point, step, shift, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)
