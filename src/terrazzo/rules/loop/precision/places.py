@@ -101,7 +101,7 @@ def round_differences(program: l.Program, log: Log) -> l.Program:
         if kernel in left or not found:
             return squares
         named = _forms(kernel)
-        return squares | {x for x in _terms(filter(_is_sum, kernel.terms)) if named[x] in found}
+        return squares | {x for x in kernel.terms if _named(x, "mul") and named[x] in found}
 
     return _each(program, log, "round_differences", "differences of which little may be left", products)
 
