@@ -10,13 +10,12 @@ from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import coefficient
 from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
@@ -231,30 +230,17 @@ def _in_double(kernel: l.Kernel) -> float:
     return DOUBLE * points * sum(x.fn.cost for x in mine)
 
 
-def _loaded(kernel: l.Kernel) -> float:
+def _loaded(kernel: l.Kernel) -> int:
     """Bytes that threads load, where each loads what it needs: more than are touched where many need the same."""
-    total = 0.0
+    total = 0
 
     def walk(body: Iterable[n.Statement], points: int) -> None:
         nonlocal total
         for s in body:
             if isinstance(s, n.Let) and isinstance(s.term, l.Load):
-                total += points * s.term.buffer.type.dtype.size * _inside(s.term)
+                total += points * s.term.buffer.type.dtype.size
             elif isinstance(s, n.Loop):
                 walk(s.body, points * math.prod(a.extent if isinstance(a.extent, int) else 1 for a in s.axes))
 
     walk(n.nest(kernel), 1)
     return total
-
-
-def _inside(load: l.Load) -> float:
-    """The part of all points at which something is loaded, where guards say that an axis begins or ends earlier."""
-    found = 1.0
-    for e in load.inside:
-        match [*e.free] if isinstance(e, Node) else []:
-            case [axis] if isinstance(axis.extent, int) and (by := coefficient(e, axis)) in (1, -1):
-                first = substitute(e, {axis: 0})
-                if isinstance(first, int):
-                    count = axis.extent + min(first, 0) if by == 1 else min(first + 1, axis.extent)
-                    found *= max(count, 0) / axis.extent
-    return found

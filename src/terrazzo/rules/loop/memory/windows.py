@@ -11,10 +11,12 @@ from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import substitute
-from terrazzo.ir.regions import ALIGNED, WHOLE, WINDOW
+from terrazzo.ir.regions import WHOLE, WINDOW
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.loop.definitions import unused
 
+LINE = 256
+"""Bytes at multiples of which these windows begin: two kernels share no line of memory."""
 Range = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a window begins in each dimension, and how large it is."""
 
@@ -218,6 +220,8 @@ class Windows:
         if (part := ranged(s.index, at, s.buffer.type)) is None:
             return None
         kind = Type(s.buffer.type.dtype, part[1], s.buffer.type.element_strides)
+        if _begins(kind, part[0]) % LINE:
+            return None
         return l.Buffer(_fresh(s.buffer.name, self.names), _plain(kind)), part
 
     def put(
@@ -280,12 +284,18 @@ class Windows:
         else:
             strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
             offset = sum(n * s for n, s in zip(starts, strides, strict=True))
-            if offset * b.type.dtype.size % ALIGNED:
+            if offset * b.type.dtype.size % LINE:
                 return None
             made = l.Buffer(_fresh(b.name, self.names), _plain(Type(b.type.dtype, shape, strides)))
             self.steps.append(l.Call(WINDOW, (l.View(b, shape, strides, offset),), (), (made,), 0, source))
             self.made[b, part] = made
         return self.made[b, part]
+
+
+def _begins(kind: Type, starts: Sequence[int]) -> int:
+    """The byte at which a part of what is strided so begins."""
+    strides: list[int] = [int(s) for s in kind.element_strides]  # type: ignore[arg-type]
+    return kind.dtype.size * sum(n * s for n, s in zip(starts, strides, strict=True))
 
 
 def _moved(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], part: Range) -> tuple[IntExpr, ...]:
