@@ -40,7 +40,7 @@ def test_attention_is_what_the_op_computes(name: str, weights: bool, hidden: boo
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_nothing_is_left_to_pytorch(activation: str, first: bool, masked: bool, cache: Path) -> None:
+def test_nothing_is_left_to_pytorch(activation: str, first: bool, masked: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, activation=activation, norm_first=first, batch_first=True)
@@ -53,7 +53,7 @@ def test_nothing_is_left_to_pytorch(activation: str, first: bool, masked: bool, 
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_weights_of_attention_alone(average: bool, cache: Path) -> None:
+def test_weights_of_attention_alone(average: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = nn.MultiheadAttention(16, 4, batch_first=True).eval()
 

@@ -35,7 +35,7 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_regions_are_part_of_the_graph(training: bool, cache: Path) -> None:
+def test_regions_are_part_of_the_graph(training: bool, tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = Layers()
     compiled = torch.compile(model, backend="terrazzo")

@@ -17,7 +17,7 @@ from terrazzo.options import Options
 from terrazzo.targets.cuda.emit import emit
 
 
-def test_gradients_of_large_scores_are_eagers(cache: Path) -> None:
+def test_gradients_of_large_scores_are_eagers(tmp_path: Path) -> None:
     """Soft time warping: scores of 1e8 where there is no path, and weights of 0 and 1; each diagonal's are computed in
     the kernel of its sum, and in that of its gradient."""
     torch.manual_seed(0)

@@ -51,10 +51,10 @@ print(asked())"""
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_whether_cudnn_may_use_tf32_is_read(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+def test_whether_cudnn_may_use_tf32_is_read(allowed: bool) -> None:
     """It is what a library is priced by, and names a plan."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
-    assert convolutions_in_tf32() == allowed
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+        assert convolutions_in_tf32() == allowed
     program = capture(lambda x: x + 1, (torch.zeros(4),)).program
     keys = {compiled.plan_key(program, Options(target="sm_90a", tf32=x), "a machine") for x in (False, True)}
     assert len(keys) == 2

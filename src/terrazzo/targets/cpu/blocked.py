@@ -152,7 +152,7 @@ class Blocked:
                 block = -(-block // (2 * TILE)) * TILE
             else:
                 group //= 2
-        return block, f"{group} / N > 1 ? {group} / N : 1" if group > 1 else "1"
+        return block, f"std::max<int64_t>({group} / N, 1)" if group > 1 else "1"
 
     def each_panel(self, columns: int) -> list[str]:
         """A loop over the panels of a group."""

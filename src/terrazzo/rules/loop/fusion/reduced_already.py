@@ -116,7 +116,9 @@ def _again(reader: l.Kernel, steps: Sequence[Any], makers: Mapping[l.Buffer, int
         at = {e: there for e, there in zip(first.index, load.index, strict=True) if isinstance(e, Var)}
         for term in reversed(maker.carried):
             plain = isinstance(term, l.Reduce) and isinstance(term.dtype, DType) and contraction(term) is None
-            if plain and term.free <= at.keys() and (again := substitute(term, at)) in mine:
+            if not plain or not term.free <= at.keys() or (again := substitute(term, at)) not in mine:
+                continue
+            if load.free <= again.free:  # or else it stands where somebody is not bound who says what is loaded
                 yield load, term, again
 
 

@@ -96,15 +96,15 @@ def _places(kernel: l.Kernel, constants: Collection[l.Buffer]) -> dict[l.Load, P
 def _place(x: l.Load) -> Place:
     """Where a load goes, as far as ranges say it; it may be guarded where it would go beyond the buffer."""
     found = []
-    for e, n in zip(x.index, x.buffer.type.static_shape, strict=True):
+    for e, n in zip(x.index, x.buffer.type.shape, strict=True):
         least, most = bounds(e)
-        known = least is not None and most is not None and least >= 0 and most < n
+        known = isinstance(n, int) and least is not None and most is not None and least >= 0 and most < n
         found.append((least, most - least + 1) if known else (0, n))  # type: ignore[operator]
     return tuple(found)  # type: ignore[arg-type]
 
 
 def _whole(kind: Type) -> Place:
-    return tuple((0, n) for n in kind.static_shape)
+    return tuple((0, n) for n in kind.shape)  # type: ignore[misc]
 
 
 class _Windows:
