@@ -276,11 +276,12 @@ def with_places(program: Program) -> Any:
 def with_shares(program: Program) -> Any:
     """Loop IR of sums of rows below their largest elements, and of who reads both, which are in every kernel."""
     given = [x for x in program.inputs if x.type.numel]
-    first = [t.cast(t.index_map(x, (3, 64), tuple(0 for _ in x.type.shape)), f32) for x in given[:1]]
+    i = t.coordinates((3, 64))
+    first = [t.cast(t.index_map(x, (3, 64), tuple((i[0] + i[1]) % n for n in x.type.shape)), f32) for x in given[:1]]
     rows: Any = t.apply("tanh", *first) if first else t.literal(1.0, f32, (3, 64))
     below = t.apply("sub", rows, t.broadcast(t.reduce("max", rows, [1], keepdim=True), (3, 64)))
     total = t.reduce("sum", t.apply("exp", below), [1])
-    shares = t.apply("div", t.apply("exp", below), t.index_map(total, (3, 64), (t.coordinates((3, 64))[0],)))
+    shares = t.apply("div", t.apply("exp", below), t.index_map(total, (3, 64), (i[0],)))
     found = lift(Program("tensor", "shares", program.inputs, (total, shares)))
     steps = [*found.steps]
     while (made := next((s for s in steps if {*s.writes}.isdisjoint(found.results)), None)) is not None:
