@@ -272,7 +272,7 @@ class Blocked:
             return [f"for (int64_t x = 0; x < G * M * N; x++) tile[{k}][x] = 0;"]
         if image:
             begins = f"image + ({self.place(site.right)}) * {image.size}" if right else "image"
-            windows = f"tz_image<{self.type}>{{{begins} + n0, steps + k0}}"
+            windows = f"tz_image<{self.type}>{{{begins} + {'g0' if self.in_lines() else 'n0'}, steps + k0}}"
             few = numel(self.rows) <= FEW
             panel = windows if few else "panel"
             out = [] if few else [f"tz_pack_image<{self.type}>({windows}, panel, kc);"]
@@ -294,7 +294,7 @@ class Blocked:
                 f"  for (int64_t x = 0; x < mc * N; x++) tile[{k}][at + x] = {before} + part[at + x];",
             ]
         if self.in_lines():
-            out = [f"tz_line<{self.type}>({start}, {windows.replace('n0', 'g0')}, kc, tile[{k}], g1 - g0, k0 == 0);"]
+            out = [f"tz_line<{self.type}>({start}, {panel}, kc, tile[{k}], g1 - g0, k0 == 0);"]
         else:
             out = [*self.each_panel(columns), *("  " + x for x in out), "}"]
         if site in self.packed:

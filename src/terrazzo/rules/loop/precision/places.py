@@ -178,7 +178,8 @@ def _forms(kernel: l.Kernel) -> dict[Node, Node]:
 
 def _squares(kernel: l.Kernel) -> set[Node]:
     """The squares, in 32 bits or more, that are subtracted from what is no number of the program."""
-    found = [x.args[1] for x in kernel.terms if _named(x, "sub") and not isinstance(x.args[0], l.Literal)]  # type: ignore[attr-defined]
+    differences: list[Any] = [x for x in kernel.terms if _named(x, "sub")]
+    found = [x.args[1] for x in differences if not isinstance(x.args[0], l.Literal)]
     squares = {y for y in found if _named(y, "mul") and y.args[0] is y.args[1]}
     return {y for y in squares if y.dtype.is_float and y.dtype.size >= 4}
 

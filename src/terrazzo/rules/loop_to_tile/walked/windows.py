@@ -229,7 +229,8 @@ def multiplied_by_threads(kernel: l.Kernel) -> bool:
 def _few_channels(kernel: l.Kernel) -> bool:
     """Whether a kernel is a product in float32 of few channels, of which tiles fetch what threads' points share."""
     p = product(kernel)
-    if p is None or min(p.m.extent, p.n.extent) <= FEW or any(x.dtype is not f32 for x in p.operands):  # type: ignore[attr-defined]
+    factors: list[Any] = [*p.operands] if p else []
+    if p is None or min(p.m.extent, p.n.extent) <= FEW or any(x.dtype is not f32 for x in factors):
         return False
     return math.prod(a.extent for a in p.axes) <= MOST_STEPS and any(overlaps(c.reduce) for c in p.sites)
 
