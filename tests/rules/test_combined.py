@@ -9,6 +9,7 @@ import pytest
 
 from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
@@ -181,3 +182,27 @@ def test_what_becomes_wider_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> No
         "    return (out,)\n"
     )
     assert combine_sooner(program, Log(), RATES, 1) == program
+
+
+def test_what_an_index_reads_comes_first() -> None:
+    """A term that looks a row up may be combined when the row's number is there, not only the rows."""
+    chosen = f"""\
+    with kernel('rows', rows=bool[8]):
+        for a0 in free(8):
+            for r0 in reduce(16):
+                in0 = t2[a0, r0]
+                acc0 <- max(in0)
+            v0 = gt(acc0, f32(0.0))
+            rows[a0] = v0
+    with kernel('out', out=f32[8, 16]):
+        for a0 in free(8):
+            in9 = rows[a0]
+            v9 = where(in9, i64(7), i64(0))
+            for a1 in free(16):
+{added(3, "at(v9, 8), a1", 16)}
+                out[a0, a1] = v2"""
+    kernel: l.Kernel = branches(3, chosen).steps[-1]  # type: ignore[assignment]
+    found = dict(combined._terms(kernel))
+    assert any("rows" in {b.name for b in reads} for reads in found.values())
+    for term, reads in found.items():
+        assert reads == {x.buffer for x in topological([term]) if isinstance(x, l.Load)}

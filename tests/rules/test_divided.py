@@ -134,3 +134,26 @@ def f(x: f32[16], u: f32[16]):
 """
     program = parse(text.strip())
     assert divide(program, Log(), FREE, 0) is program
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_makers_come_with_parts_in_an_order_that_runs(seed: int) -> None:
+    """Whatever reads what: steps that only some kernels need come right before them, and after what they read."""
+    rng = np.random.default_rng(seed)
+    lines, names = ["@loop", "def f(x: f32[16]):"], ["x"]
+    for k in range(14):
+        mine = rng.choice(names, size=min(len(names), int(rng.integers(1, 4))), replace=False)
+        lines += [f"    with kernel('t{k}', t{k}=f32[16]):", "        for a0 in free(16):"]
+        lines += [f"            in{n} = {name}[a0]" for n, name in enumerate(mine)]
+        lines += [f"            v{n} = {'neg(in0)' if not n else f'add(v{n - 1}, in{n})'}" for n in range(len(mine))]
+        lines.append(f"            t{k}[a0] = v{len(mine) - 1}")
+        names.append(f"t{k}")
+    p: l.Program = parse("\n".join([*lines, "    return (t13,)"]))
+    unread = [s for s in p.steps if not any(s.writes[0] in x.reads for x in p.steps)]
+    found = divided._with_makers(p.steps, unread, {*p.inputs})
+    assert sorted(s.name for s in found) == sorted(s.name for s in p.steps)
+    assert not problem(replace_steps(p, found)), problem(replace_steps(p, found))
+
+
+def replace_steps(p: l.Program, steps: list[l.Kernel | l.Call]) -> l.Program:
+    return l.Program(p.name, p.inputs, tuple(steps), p.results)

@@ -106,6 +106,16 @@ def test_who_reads_it_too_goes_along() -> None:
     assert windowed(p)[0] == p
 
 
+def test_what_guards_of_other_axes_leave_out() -> None:
+    """Where the row before the first one would be read but for a guard, it is of no window."""
+    shifted = product("x_1", "w", "y", 4096, 2, row="a0 + a1 - 1, r0")
+    shifted = shifted.replace("- 1, r0]", "- 1, r0] if a1 >= 1 else 0")
+    p = program(parts("x", 4096), shifted, results="y", inputs="x: f32[4096, 512], w: f32[2, 512]")
+    found, told = windowed(p)
+    assert {e.subject for e in told} == {"x_parts", "y"} and most(found) < 0.8 * most(p)
+    same(p, found)
+
+
 HEADS = """
     with kernel('y', y=f32[16, 64]):
         for a0 in free(16):

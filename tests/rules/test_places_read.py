@@ -56,6 +56,27 @@ def test_what_stays() -> None:
         assert places_read(p, Log(), constants) == p
 
 
+def test_one_of_them_reads_a_whole_buffer() -> None:
+    """A kernel that reads all of one buffer, or a constant, beside a part of another is one with those that read parts
+    of both: a load has its place whether that is a window or not.
+    """
+    lines = ["@loop", "def f(x: f32[64], y: f32[2, 64]):"]
+    for k, (a, b) in enumerate([("x[a0]", "y[0, a0]"), ("x[a0]", "y[1, a0]"), ("y[0, a0]", "x[a0]")]):
+        lines += [
+            f"    with kernel('z{k}', z{k}=f32[64]):",
+            "        for a0 in free(64):",
+            f"            in0 = {a}",
+            f"            in1 = {b}",
+            "            v0 = mul(in0, in1)",
+            f"            z{k}[a0] = v0",
+        ]
+    p: Any = parse("\n".join([*lines, "    return (z0, z1, z2)"]))
+    for constants in ((), p.inputs[:1], p.inputs):
+        found = places_read(p, Log(), constants)
+        assert not problem(found)
+        assert len(kernels(found)) == (2 if p.inputs[1] not in constants else 3)
+
+
 class Unrolled(torch.nn.Module):
     """Steps of a net over what is given for each; the last state, and all of them."""
 

@@ -191,10 +191,11 @@ def _ways(program: l.Program, peak: int) -> list[_Way]:
 
 
 def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
-    """The terms of a kernel with the buffers that they read: all that have no sums, and outside of sums those that have
-    some. Of several products each is such a term, if none is summed again; but products of parts, which run in windows
-    as one, and one product by itself, are not taken apart. Nor is a cast to a wider type a term of its own: it would
-    store more than it reads, and instructions that multiply 16 bits could not read that.
+    """The terms of a kernel with the buffers that they read, those of their indices among them: all that have no sums,
+    and outside of sums those that have some. Of several products each is such a term, if none is summed again; but
+    products of parts, which run in windows as one, and one product by itself, are not taken apart. Nor is a cast to a
+    wider type a term of its own: it would store more than it reads, and instructions that multiply 16 bits could not
+    read that.
     """
     inside = set(topological([x for r in kernel.carried for x in r.args]))
     every = {r: c for r in kernel.carried if isinstance(r, l.Reduce) and (c := contraction(r)) and len(c.terms) == 1}
@@ -203,13 +204,12 @@ def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
     summed: set[Node] = set()
     stored = {s.value for s in kernel.stores}
     for x in kernel.terms:
-        if isinstance(x, l.Load):
-            reads[x] = {x.buffer}
-        elif isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x) and not apart):
+        theirs = [reads.get(a, set()) for a in x.children]
+        own = {x.buffer} if isinstance(x, l.Load) else set()
+        reads[x] = None if any(r is None for r in theirs) else own.union(*(r or () for r in theirs))
+        if isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x) and not apart):
             reads[x] = None
         elif isinstance(x, l.Apply | l.Reduce):
-            theirs = [reads.get(a, set()) for a in x.args]
-            reads[x] = None if any(r is None for r in theirs) else {b for r in theirs for b in r or ()}
             summed |= {x} if isinstance(x, l.Reduce) or not summed.isdisjoint(x.args) else set()
             part = isinstance(x.dtype, DType) and x not in stored and not (x in summed and x in inside)
             if part and not _wider(x) and (mine := reads[x]):

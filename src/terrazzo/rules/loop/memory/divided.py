@@ -8,7 +8,7 @@ before what it stores is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -195,34 +195,32 @@ def _ways(program: l.Program, peak: int) -> Iterator[_Way]:
                     yield _Way(kernel, parts, tuple(later))
 
 
-def _with_makers(steps: Steps, parts: Collection[l.Kernel], kept: Collection[l.Buffer]) -> list[l.Kernel | l.Call]:
+def _with_makers(steps: Steps, parts: Collection[l.Kernel], kept: Set[l.Buffer]) -> list[l.Kernel | l.Call]:
     """Steps in an order in which those that only these parts need, or others do that only they need, come right before
     the first that does.
     """
+    makers = {b: s for s in steps for b in s.writes}
     readers: dict[l.Buffer, set[l.Kernel | l.Call]] = {}
     for s in steps:
         for b in s.reads:
             readers.setdefault(b, set()).add(s)
-    moved, first = set[l.Kernel | l.Call](parts), dict[l.Kernel | l.Call, list[l.Kernel | l.Call]]()
-    place = {s: n for n, s in enumerate(steps)}
+    moved = set[l.Kernel | l.Call](parts)
     for s in reversed(steps):
         needing = {r for b in s.writes for r in readers.get(b, ())}
-        bound = (isinstance(s, l.Call) and s.order) or s in moved or not kept.isdisjoint(s.writes)  # type: ignore
+        bound = (isinstance(s, l.Call) and s.order) or not kept.isdisjoint(s.writes)
         if not bound and needing and needing <= moved:
             moved.add(s)
-            place[s] = min(place[r] for r in needing)
-            first.setdefault(min(needing, key=place.__getitem__), []).append(s)
-    order: list[l.Kernel | l.Call] = []
-
-    def put(s: l.Kernel | l.Call) -> None:
-        for x in reversed(first.get(s, ())):
-            put(x)
-        order.append(s)
-
-    below = {x for some in first.values() for x in some}
-    for s in steps:
-        if s not in below:
-            put(s)
+    waiting, order = moved.difference(parts), list[l.Kernel | l.Call]()
+    for s in [s for s in steps if s not in waiting]:
+        needed = [(s, iter(s.reads))]  # each with what it reads that was not looked at
+        while needed:
+            first, reads = needed[-1]
+            if maker := next((m for b in reads if (m := makers.get(b)) in waiting), None):
+                waiting.remove(maker)
+                needed.append((maker, iter(maker.reads)))
+            else:
+                order.append(first)
+                needed.pop()
     return order
 
 

@@ -61,8 +61,7 @@ def places_read(program: l.Program, log: Log, constants: Collection[l.Buffer] = 
                 b[a0] = v0
         return (a, b)
     """
-    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
-    places = {s: found for s in kernels if (found := _places(s, constants))}
+    places = {s: _places(s, constants) for s in program.steps if isinstance(s, l.Kernel)}
     names = {b.name for b in (*program.inputs, *(b for s in program.steps for b in s.writes))}
     everywhere, windows = _Windows({*names}), _Windows(names)
     alike: dict[l.Kernel, list[l.Kernel]] = {}
@@ -88,9 +87,9 @@ def places_read(program: l.Program, log: Log, constants: Collection[l.Buffer] = 
 
 
 def _places(kernel: l.Kernel, constants: Collection[l.Buffer]) -> dict[l.Load, Place]:
-    """The places of the loads of a kernel that go through parts of buffers, in order."""
-    loads = [x for x in kernel.terms if isinstance(x, l.Load) and x.buffer not in constants]
-    return {x: place for x in loads if (place := _place(x)) != _whole(x.buffer.type)}
+    """The places of the loads of a kernel, in order; constants are read whole."""
+    loads = [x for x in kernel.terms if isinstance(x, l.Load)]
+    return {x: _whole(x.buffer.type) if x.buffer in constants else _place(x) for x in loads}
 
 
 def _place(x: l.Load) -> Place:
@@ -116,9 +115,11 @@ class _Windows:
         self.of: dict[l.Buffer, tuple[l.Buffer, Place]] = {}
 
     def reading(self, kernel: l.Kernel, places: Mapping[l.Load, Place]) -> l.Kernel:
-        """The kernel that reads windows at these places."""
+        """The kernel that reads windows at these places; what it reads whole, it reads as it is."""
         new: dict[Any, Any] = {}
         for x, place in places.items():
+            if place == _whole(x.buffer.type):
+                continue
             index = tuple(e - start for e, (start, _) in zip(x.index, place, strict=True))
             new[x] = l.Load(self.window(x.buffer, place), index, x.inside)
         there: l.Kernel = substitute(kernel, new)
@@ -137,8 +138,7 @@ class _Windows:
                 cut = tuple(p if d else r for p, d, r in zip(place, differ, rest, strict=True))
                 if _offset(x.buffer.type, cut) * x.buffer.type.dtype.size % ALIGNED:
                     return {}
-                if cut != rest:
-                    found[kernel][x] = cut
+                found[kernel][x] = cut
         new = {kernel: self.reading(kernel, places) for kernel, places in found.items()}
         return new if len(set(map(nameless, new.values()))) == 1 else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.address import coefficient
@@ -55,6 +56,7 @@ def in_ranges(kernel: l.Kernel, along: Set[Any]) -> bool:
     return True
 
 
+@lru_cache(maxsize=1 << 16)
 def _digits(e: IntExpr, size: IntExpr) -> tuple[Var, ...] | None:
     """The axes, outermost first, that an index is made of and which together go through all of so many places in order;
     None where there are none such.
@@ -82,6 +84,7 @@ def _axes_in(e: IntExpr, start: int, size: int) -> dict[Any, IntExpr] | None:
     return found
 
 
+@lru_cache(maxsize=1 << 16)
 def windowed(x: l.Load, axes: Set[Any], maker: l.Kernel) -> frozenset[Any]:
     """The axes of what a kernel stores of which a load reads windows that go along some axes of its own: of several
     that one index is made of, the outermost.
@@ -108,22 +111,25 @@ def _free_of(kernel: l.Kernel, axes: Set[Any]) -> bool:
     return True
 
 
-def _read(kernel: l.Kernel, at: Mapping[Any, IntExpr]) -> dict[l.Load, Range] | None:
-    """Where loads go through windows, with what axes are there; one window for those that overlap. None if that cannot
-    be said.
+def _read(kernel: l.Kernel, at: Mapping[Any, IntExpr], wanted: Collection[l.Buffer]) -> dict[l.Load, Range] | None:
+    """Where loads of what is wanted go through windows, with what axes are there; one window for those that overlap.
+    None if that cannot be said.
     """
-    loads = [x for x in kernel.terms if isinstance(x, l.Load) and not x.free.isdisjoint(at)]
+    loads = [x for x in kernel.terms if isinstance(x, l.Load) and x.buffer in wanted and not x.free.isdisjoint(at)]
     parts = {x: ranged(x.index, at, x.buffer.type) for x in loads}
-    found: dict[l.Load, Range] = {}
+    windows: dict[l.Buffer, dict[Range, Range]] = {}
     for x, part in parts.items():
         if part is None:
             return None
-        for y in (y for y in found if y.buffer is x.buffer):
-            if (both := _together(part, found[y])) is not None:
-                part = both
-        found |= {y: part for y in found if y.buffer is x.buffer and _together(part, found[y]) == part}
-        found[x] = part
-    return found
+        mine = windows.setdefault(x.buffer, {})
+        if part in mine:
+            continue
+        whole = part
+        for other in {*mine.values()}:
+            whole = _together(whole, other) or whole
+        mine[part] = whole
+        mine.update({p: whole for p, other in mine.items() if _together(whole, other) == whole})
+    return {x: windows[x.buffer][part] for x, part in parts.items() if part}
 
 
 def _together(one: Range, other: Range) -> Range | None:
@@ -135,7 +141,8 @@ def _together(one: Range, other: Range) -> Range | None:
     return low, tuple(max(e) - a for a, e in zip(low, zip(*ends, strict=True), strict=True))
 
 
-def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel) -> set[Any]:
+@lru_cache(maxsize=4096)
+def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel) -> frozenset[Any]:
     """What the first and the last window of two, or of each element, read of what another kernel makes: where its axes
     are then.
     """
@@ -143,12 +150,11 @@ def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel) -> set[Any]:
     size = extent // 2 if extent % 2 == 0 else 1
     found: set[Any] = set()
     for start in (0, extent - size):
-        read = _read(kernel, {axis: Var(axis.name, size) + start}) or {}
-        for x, part in read.items():
-            if x.buffer in maker.writes:
-                at = _axes_at(maker, x.buffer, part)
-                found.add((start, None if at is None else frozenset(at.items())))
-    return found
+        read = _read(kernel, {axis: Var(axis.name, size) + start}, maker.writes) or {}
+        for b, part in {(x.buffer, part) for x, part in read.items()}:
+            at = _axes_at(maker, b, part)
+            found.add((start, None if at is None else frozenset(at.items())))
+    return frozenset(found)
 
 
 def _axes_at(maker: l.Kernel, b: l.Buffer, part: Range) -> dict[Any, IntExpr] | None:
@@ -159,7 +165,9 @@ def _axes_at(maker: l.Kernel, b: l.Buffer, part: Range) -> dict[Any, IntExpr] | 
 
 
 def ranged(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], kind: Type) -> Range | None:
-    """Which part of a buffer an index goes through, with what axes are there; None if that cannot be said."""
+    """Which part of a buffer an index goes through, with what axes are there; None if that cannot be said. What is
+    beyond the buffer is read under a guard alone, so nothing there is of the part.
+    """
     starts, shape = [], []
     for e, n in zip(index, kind.static_shape, strict=True):
         if not isinstance(e, Expr) or e.free.isdisjoint(at):
@@ -169,10 +177,13 @@ def ranged(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], kind: Type) -> R
         there = substitute(e, at)
         low = substitute(there, dict.fromkeys(there.free, 0)) if isinstance(there, Expr) else there
         least, most = bounds(there - low) if isinstance(low, int) else (None, None)
-        if least is None or least < 0 or most is None:
+        if not isinstance(low, int) or least is None or least < 0 or most is None:
             return None
-        starts.append(low)
-        shape.append(most + 1)
+        start, end = max(low, 0), min(low + most + 1, n)
+        if start >= end:
+            return None
+        starts.append(start)
+        shape.append(end - start)
     return tuple(starts), tuple(shape)
 
 
@@ -231,7 +242,7 @@ class Windows:
         be.
         """
         new: dict[Any, Any] = dict(at)
-        if (read := _read(kernel, at)) is None:
+        if (read := _read(kernel, at, kernel.reads)) is None:
             return False
         for x, part in read.items():
             if (b := self.window(x.buffer, part, kernel.source)) is None:
