@@ -24,13 +24,16 @@ from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import Loaded, Var
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import product
+from terrazzo.ir.text import parse
 from terrazzo.ir.types import Type, f32, i64
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.candidates import candidates
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.walked import windows
 from terrazzo.rules.loop_to_tile.walked.cache_lines import SCATTERED, lines_of
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.walked.window_forms import form_of
 from terrazzo.rules.torch_to_tensor.library import price
 from terrazzo.targets.cuda.predict import predict
 
@@ -354,7 +357,65 @@ def test_lines_that_a_warp_asks_the_cache_for() -> None:
     half = l.apply("floordiv", l.Index(axis), l.Literal(2, i64))
     assert asked(0, Loaded(half, 512)) == 1
     read = l.Load(l.Buffer("i", Type(i64, (1024,))), (axis,))
-    assert asked(0, Loaded(read, 4096)) == asked(0, Loaded(l.apply("add", half, read), 4096)) == SCATTERED
+    assert asked(0, Loaded(read, 4096)) == asked(0, Loaded(l.apply("add", half, read), 4096)) == 32
+    assert asked(Loaded(read, 8), row, lanes=((axis, 4, 1), (row, 8, 1))) == 4, "a line for each row of a table"
+    moved = l.apply("i64", l.Load(l.Buffer("z", Type(f32, (1024,))), (axis,)))
+    assert asked(0, Loaded(moved, 4096)) == SCATTERED, "near each other, as the places of an image are"
+
+
+GATHERED = """@loop
+def f(i: i64[65536], x: f32[1024, 1024], w: f32[65536, 8]):
+    with kernel('y', y=f32[65536, 128]):
+        for a0 in free(65536):
+            in0 = i[a0]
+            for a1 in free(128):
+                for r0 in reduce(8):
+                    in1 = x[at(in0, 1024), r0 * 128 + a1]
+                    in2 = w[a0, r0]
+                    v0 = mul(in1, in2)
+                    acc0 <- sum(v0)
+                y[a0, a1] = acc0
+    return (y,)
+"""
+
+
+def test_lanes_lie_along_the_rows_of_a_table() -> None:
+    """Data says which rows are read, not which of their elements: lanes that lie along a row ask for a line or two."""
+    kernel = parse(GATHERED.strip()).steps[0]
+    found = windows.window(kernel, gpu("sm_90a"))
+    assert found is not None
+    lanes = {a: f.size for a, own in found.schedule.axes for f in own if f.level == "lane"}
+    assert lanes == {"a1": 32}
+
+
+SHARED = """@loop
+def f(i: i64[65536], j: i64[65536], x: bf16[1024, 128], w: f32[65536, 3]):
+    with kernel('y', y=bf16[65536, 257]):
+        for a0 in free(65536):
+            in0 = i[a0]
+            in1 = j[a0]
+            for r0 in reduce(3):
+                in2 = w[a0, r0]
+                v0 = mul(in2, in2)
+                acc0 <- sum(v0)
+            for a1 in free(257):
+                in3 = x[at(in0, 1024), a1] if a1 < 128 else 0
+                in4 = x[at(in1, 1024), a1 - 128] if a1 >= 128 and a1 < 256 else 0
+                v1 = f32(in3)
+                v2 = f32(in4)
+                v3 = add(v1, v2)
+                v4 = add(v3, acc0)
+                v5 = bf16(v4)
+                y[a0, a1] = v5
+    return (y,)
+"""
+
+
+def test_a_sum_that_a_long_row_shares_is_a_kernel_of_its_own() -> None:
+    """Lanes would go through a row of 257 each, and store to a sector each; beside the sum they lie along the rows."""
+    kernel: Any = parse(SHARED.strip()).steps[0]
+    found = next(candidates(kernel, gpu("sm_90a"), {}))
+    assert [what for _, _, what, _ in found.kernels] == ["window", "points"]
 
 
 def test_a_long_row_beside_what_is_looked_up_is_shared() -> None:
@@ -464,6 +525,6 @@ def test_many_short_sums_have_few_ways() -> None:
 
     program = lowering(capture(sums, (r(1 << 17, 32),)).program, Options(target="sm_90a")).at("loop")
     (kernel,) = program.steps
-    form = windows._form(kernel)
+    form = form_of(kernel)
     assert form is not None and len(form.loops) == 12
     assert len({w.serial for w in windows._ways(form, gpu("sm_90a"))}) <= 13

@@ -14,7 +14,7 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.chains import chains
-from terrazzo.rules.loop_to_tile.estimate import estimate
+from terrazzo.rules.loop_to_tile.estimate import estimate, expected
 from terrazzo.rules.loop_to_tile.products.apart import products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.product_candidates import (
@@ -36,6 +36,7 @@ from terrazzo.rules.loop_to_tile.walked import threads, windows
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
 from terrazzo.rules.loop_to_tile.walked.crossed import points
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, size_of, step
+from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 
 FILLED = 0.7
 """How much of the time of its tiles a product may take whose results are written out instead: by what is moved and
@@ -59,7 +60,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         if not frozenset(a for a in kernel.axes if size_of(a) > 1) <= frozenset().union(*(r.free for r in sums)):
             # tiles would compute them again at points of other axes
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
-        if windows.multiplied_by_threads(kernel):
+        if multiplied_by_threads(kernel):
             found = windows.window(kernel, gpu)
             if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
                 yield from _windows(kernel, gpu, pinned)
@@ -72,6 +73,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from in_tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
     if reductions.held(rows.flattened(flat), gpu) is None:
+        yield from _sums_of_windows(kernel, gpu, pinned, pick)
         yield from _windows(kernel, gpu, pinned)
     if again := cuts.again(kernel, gpu):
         yield from _apart_from(kernel, again, gpu, pinned, pick)
@@ -110,6 +112,18 @@ def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iter
         done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
         rewrite = "copied_along" if found.copies else "collapse"
         yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
+
+
+def _sums_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """Short sums that many points share, in a kernel before these: beside them lanes may lie along memory, of which
+    each would go through a row of its own otherwise.
+    """
+    some = [r for r in kernel.carried if isinstance(r, l.Reduce) and not r.free.issuperset(kernel.axes)]
+    if not some or len(some) < len(kernel.carried) or (found := windows.window(kernel, gpu)) is None:
+        return
+    *before, rest = reduced_first(kernel, some)
+    if before and not rest.carried and expected(before, gpu) + threads.walked(collapse(rest), gpu) < found.time:
+        yield from _apart_from(kernel, some, gpu, pinned, pick)
 
 
 def _soonest(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:

@@ -27,6 +27,7 @@ from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
 from terrazzo.rules.loop_to_tile.walked import windows
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 from terrazzo.rules.tile.reach import share
 from terrazzo.rules.tile_to_kernel.lower import derived
 
@@ -148,7 +149,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
             found += [plan.time] if whole_derives else []
         else:
             found.append(plan.time)
-    if windows.multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
+    if multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
     least = min(found, default=math.inf)
     for time, form, chosen in sorted([*_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], key=lambda way: way[0]):

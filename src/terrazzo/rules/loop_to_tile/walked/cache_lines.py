@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,13 +12,18 @@ from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Loaded, Var
 from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.types import DType
 from terrazzo.rules.access import wide
 
 WARP = 32
 LINE = 128
 """Bytes of a line of the cache."""
 SCATTERED = 8
-"""Lines that a warp asks for where places are computed of what was loaded. An estimate."""
+"""Lines that a warp asks for where places are computed of numbers that were loaded, such as those of an image that is
+moved: those of neighbours are near each other. An estimate.
+"""
+APART = 8191
+"""What tells the elements of one buffer from those of another that say a place together."""
 
 
 @lru_cache(maxsize=1024)
@@ -52,16 +58,35 @@ def lines_of(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int
     env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
     for e in topological([e for e in x.index if isinstance(e, Node)]):
         if isinstance(e, Loaded):
-            if (value := _computed(e.value, env)) is None:
+            if _computed(e.value, env) is None and any(map(_moved, topological([e.value]))):
                 return SCATTERED
-            env[e] = value
+            env[e] = said(e, env)
     offset = evaluate(offset_of(x), env)
     size = x.buffer.type.dtype.size
     begins = np.broadcast_to(offset, (WARP,)) * size
     return len({*(begins // LINE).tolist(), *((begins + size * width - 1) // LINE).tolist()})
 
 
-def _computed(term: Any, env: dict[Any, Any]) -> Any | None:
+def _moved(term: Any) -> bool:
+    """Whether a term is a number of an image that is moved, of which places are computed."""
+    return isinstance(term, l.Term) and isinstance(term.dtype, DType) and term.dtype.is_float
+
+
+def said(e: Loaded, env: Mapping[Any, Any]) -> Any:
+    """The place that data says: what is computed of places and numbers, or one for each of the elements that say it,
+    far from the others.
+    """
+    found: Any = _computed(e.value, env)
+    if found is not None:
+        return found
+    found = 0
+    for x in topological([e.value]):
+        if isinstance(x, l.Load):  # which may be in a sum of its own
+            found = found * APART + evaluate(offset_of(x), {**dict.fromkeys(x.free, 0), **env})
+    return found * LINE
+
+
+def _computed(term: Any, env: Mapping[Any, Any]) -> Any | None:
     """The value of a term made of places and numbers, as interpolation has them; None where data says."""
     match term:
         case l.Index():

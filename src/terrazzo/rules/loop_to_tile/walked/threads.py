@@ -12,10 +12,11 @@ import numpy as np
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Loaded, Var
+from terrazzo.ir.expr import Bound, Expr, Loaded, Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.access import WIDEST, before, wide
+from terrazzo.rules.loop_to_tile.walked.cache_lines import said
 
 WARP = 32
 SECTOR = 32
@@ -40,7 +41,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
         return Schedule(kernel.name, gpu.arch, ())
     axis = _lanes_along(kernel, free, gpu)
     ragged, vector = (min(x, most) for x in _vector(kernel, axis, gpu))
-    apart = vector > 1 and ragged == 1 and _narrow(kernel, axis)
+    apart = vector > 1 and ragged == 1 and (_narrow(kernel, axis) or _gathers(kernel, axis))
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     others = [a for a in free if a is not axis]
@@ -103,9 +104,10 @@ def _sectors(x: l.Load, axis: Any, points: int) -> int:
     points = min(points, size_of(axis))
     if axis not in x.free:
         return 1
-    if any(isinstance(y, Loaded) for y in topological([i for i in x.index if isinstance(i, Expr)])):
-        return points
     env: dict[Any, Any] = {**dict.fromkeys(x.free, 0), axis: np.arange(points)}
+    for y in topological([i for i in x.index if isinstance(i, Expr)]):
+        if isinstance(y, Loaded):
+            env[y] = said(y, env)
     place = evaluate(flatten(x.index, x.buffer.type.element_strides), env)
     return len(np.unique(np.broadcast_to(place, (points,)) * x.dtype.size // SECTOR))
 
@@ -122,6 +124,19 @@ def _narrow(kernel: l.Kernel, axis: Any) -> bool:
     """
     found = [l.Load(s.buffer, s.index) for s in kernel.stores]
     return all(step(x, axis) == 1 and vector_of([x], axis) == 1 for x in found)
+
+
+def _gathers(kernel: l.Kernel, axis: Any) -> bool:
+    """Whether a point reads more places that data says than others along an axis: lanes lie side by side then, since
+    places of neighbours are near each other, and none is in the cache still when a thread comes to its next point.
+    """
+    said, others = 0, len(kernel.stores)
+    for x in topological([s.value for s in kernel.stores]):
+        if isinstance(x, l.Load) and axis in x.free:
+            times = math.prod(size_of(a) for a in x.free if isinstance(a, Bound))
+            far = any(isinstance(y, Loaded) and axis in y.free for y in topological([x]))
+            said, others = (said + times, others) if far else (said, others + times)
+    return said > others
 
 
 def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:

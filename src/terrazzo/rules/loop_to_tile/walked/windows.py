@@ -19,29 +19,28 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, Loaded, terms_of
-from terrazzo.ir.node import Node, per_node, topological
+from terrazzo.ir.expr import Expr, Loaded
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Factor, Schedule, Site
-from terrazzo.ir.sites import product
-from terrazzo.ir.types import f32
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.packed import copied_along
-from terrazzo.rules.loop_to_tile.walked.cache_lines import LINE, at_once, lines_of, offset_of, stride_of
+from terrazzo.rules.loop_to_tile.walked.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
-from terrazzo.rules.loop_to_tile.walked.threads import POWERS, WARP, divided, waste
-from terrazzo.rules.moves import moves, overlaps, slides
-from terrazzo.rules.tile.bodies import flat
+from terrazzo.rules.loop_to_tile.walked.threads import POWERS, SECTOR, WARP, divided, waste
+from terrazzo.rules.loop_to_tile.walked.window_forms import (
+    POINTS,
+    SHORT,
+    Form,
+    directions,
+    few_channels,
+    form_of,
+    moved_bytes,
+    places,
+)
 from terrazzo.rules.tile.draft import axis_name
 
 WARPS = 4
-SHORT, MANY = 16, 1 << 16
-"""Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
-FEW = 8
-"""Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
-MOST_STEPS, MOST_TAPS = 512, 1024
-"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters. 31 x 31 on
-8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, H100); as windows 239 by the model, and were not measured.
-"""
+"""Of a block."""
 FEW_LOOPS = 5
 """Loops over steps of which each may be serial or written out, whichever the others are."""
 CODE = 640
@@ -50,8 +49,6 @@ REGISTERS = 120
 """What sums and windows may take of a thread's registers: with addresses and what follows, four blocks of four warps
 still fit on a processor.
 """
-POINTS = (2, 4, 7, 8)
-"""Points of a thread along an axis: images are often 7 * 2^n wide."""
 SEGMENT = 64
 """Bytes that lanes read side by side, at least, where that is possible."""
 GUARD = 3
@@ -68,6 +65,10 @@ OVERHEAD = 30
 """Instructions of a thread that find its points."""
 ISSUES = 4
 """Instructions that a processor issues in a cycle, in which its cache gives one line."""
+STORED = 50.0
+"""Sectors of which the cache takes a part in a nanosecond. Rows of 257 elements of bfloat16, of which every lane stored
+its own, took 850 us for 41 million, means along 512 days of 321 series 422 us for 21 million (H100, November 2026).
+"""
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
@@ -89,21 +90,21 @@ class Window:
 @lru_cache(maxsize=1024)
 def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     """The best way to compute windows; None for a kernel that has none."""
-    if (form := _form(kernel)) is None:
+    if (form := form_of(kernel)) is None:
         return None
     found = list(_ways(form, gpu))
-    if (points := _form(collapse(kernel))) is not None and points.kernel is not kernel:
+    if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
         found += _ways(points, gpu)  # lanes fill up with what follows a short row
     for axis in form.lanes:
         *copies, other = copied_along(kernel, axis)
-        if copies and (new := _form(other)) is not None:
+        if copies and (new := form_of(other)) is not None:
             before = sum(_copying(x, gpu) for x in copies)
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
                       for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
     best = min(found, key=lambda w: (w.time, w.busy), default=None)
     if best is None or best.time > _by_rows(form, gpu):
         return None
-    return replace(best.window(), time=best.time * (MULTIPLIED if _few_channels(kernel) else 1))
+    return replace(best.window(), time=best.time * (MULTIPLIED if few_channels(kernel) else 1))
 
 
 ROW = 60
@@ -112,7 +113,7 @@ APART = 10
 """Instructions of a step of a row beside its load: where it lies is found by dividing."""
 
 
-def _by_rows(form: _Form, gpu: Gpu) -> float:
+def _by_rows(form: Form, gpu: Gpu) -> float:
     """Nanoseconds of long windows as rows, each of a warp whose lanes lie along the steps: threads that have one each
     may lie across memory, or be few. Infinity for products, and where a window is short.
     """
@@ -136,7 +137,7 @@ def _by_rows(form: _Form, gpu: Gpu) -> float:
     rows = math.prod(int(a.extent) for a in form.axes)
     waits = max(1.0, gpu.processors * BUSY / rows)
     busy = rows * max(issued, ISSUES * lines) / (gpu.fma / 2 / WARP) * waits
-    return max(busy, _moved_bytes(form) / gpu.memory) + gpu.launch
+    return max(busy, moved_bytes(form) / gpu.memory) + gpu.launch
 
 
 def _copying(copy: l.Kernel, gpu: Gpu) -> float:
@@ -145,101 +146,10 @@ def _copying(copy: l.Kernel, gpu: Gpu) -> float:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """A kernel with windows: its axes, the terms outside reductions and those of each."""
-
-    kernel: l.Kernel
-    axes: tuple[Any, ...]
-    terms: tuple[Node, ...]
-    loops: tuple[n.Loop, ...]
-
-    @cached_property
-    def accesses(self) -> list[Any]:
-        """What is loaded and stored."""
-        inside = [x.term for s in self.loops for x in s.body if isinstance(x, n.Let)]
-        return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
-
-    @cached_property
-    def executed(self) -> list[tuple[n.Loop | None, Any, int]]:
-        """What is executed by itself and in each loop: one term of each kind, and how many there are. A term of
-        hundreds of loads has few kinds.
-        """
-        found: dict[Any, tuple[n.Loop | None, Any, int]] = {}
-        inside = [(s, x.term) for s in self.loops for x in s.body if isinstance(x, n.Let)]
-        for s, t in (*((None, t) for t in self.terms), *inside, *((None, t) for t in self.kernel.stores)):
-            if isinstance(t, l.Apply) and t.fn.name == "mul" and s is not None and _summed(t, s):
-                continue
-            key = s, _kind(t)
-            _, one, count = found.get(key, (s, t, 0))
-            found[key] = s, one, count + 1
-        return [*found.values()]
-
-    @cached_property
-    def lanes(self) -> tuple[Any, ...]:
-        """Axes that memory runs along in some access, or nearly."""
-        found: dict[Any, None] = {}
-        for x in self.accesses:
-            steps = {a: stride_of(x, a) for a in self.axes}
-            near = {a: abs(s) for a, s in steps.items() if isinstance(s, int) and s}
-            if near:
-                found[min(near, key=lambda a: near[a])] = None
-        return tuple(found) or self.axes[-1:]
-
-
-def _form(kernel: l.Kernel) -> _Form | None:
-    """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
-    which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
-    common are rows that threads had better share, unless every one of many points has its own; so is a long row beside
-    them that does not move, and a long window that more points share than a thread takes, as that of a norm.
-    """
-    if isinstance(found := flat(kernel), str):
-        return None
-    axes, statements = found
-    loops = tuple(s for s in statements if isinstance(s, n.Loop))
-    every = [*axes, *(a for s in loops for a in s.axes)]
-    if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):
-        return None
-    if any(math.prod(a.extent for a in s.axes) > (MOST_TAPS if _filtered(s) else MOST_STEPS) for s in loops):
-        return None
-    terms = tuple(s.term for s in statements if isinstance(s, n.Let))
-    reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
-    many = math.prod(a.extent for a in axes) >= MANY
-    short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
-    own = many and all(a in r.free for r in reduces for a in axes)
-    long = [r for r in reduces if math.prod(a.extent for a in r.axes) > SHORT]
-    moving = any(slides(r) and (own or overlaps(r)) for r in reduces) and all(map(slides, long))
-    known = max((k for k, a in enumerate(axes) if any(a in r.free for r in reduces)), default=-1)
-    moving = moving and not (long and math.prod(a.extent for a in axes[known + 1 :]) > max(POINTS))
-    moved = moving and (product(kernel) is None or multiplied_by_threads(kernel))
-    return _Form(kernel, axes, terms, loops) if moved or short else None
-
-
-def _filtered(s: n.Loop) -> bool:
-    """Whether all that a loop adds up is products."""
-    sums = [r for r in s.carried if isinstance(r, l.Reduce)]
-    return all(r.monoid.name == "sum" and isinstance(x, l.Apply) and x.fn.name == "mul" for r in sums for x in r.args)
-
-
-def multiplied_by_threads(kernel: l.Kernel) -> bool:
-    """Whether a kernel is a product of which the tile of an instruction would be mostly empty, or of few channels."""
-    p = product(kernel)
-    return p is not None and (min(p.m.extent, p.n.extent) <= FEW or _few_channels(kernel))
-
-
-def _few_channels(kernel: l.Kernel) -> bool:
-    """Whether a kernel is a product in float32 of few channels, of which tiles fetch what threads' points share."""
-    p = product(kernel)
-    factors: list[Any] = [*p.operands] if p else []
-    if p is None or min(p.m.extent, p.n.extent) <= FEW or any(x.dtype is not f32 for x in factors):
-        return False
-    return math.prod(a.extent for a in p.axes) <= MOST_STEPS and any(overlaps(c.reduce) for c in p.sites)
-
-
-@dataclass(frozen=True)
 class _Way:
     """One way to bind the axes of a form."""
 
-    form: _Form
+    form: Form
     lane: Any
     vector: int
     points: tuple[tuple[Any, int], ...]
@@ -315,7 +225,7 @@ class _Way:
 
     def times(self, term: Node) -> int:
         """How many values a term has in a thread, for one step of the serial loops."""
-        return _places(_directions(term), tuple((a, size) for a, size in self.sizes.items() if a in term.free))
+        return places(directions(term), tuple((a, size) for a, size in self.sizes.items() if a in term.free))
 
     def width(self, x: Any) -> int:
         """How many values a thread loads or stores at once: those along the lanes' axis, or what it reads in steps that
@@ -325,7 +235,7 @@ class _Way:
             return self.vector
         if not isinstance(x, l.Load):
             return 1
-        moved = {v: found for v, found in _directions(x) if v in self.sizes and found}
+        moved = {v: found for v, found in directions(x) if v in self.sizes and found}
         for a, (number, _) in moved.items():
             size = self.sizes[a]
             alone = sum(other == number for other, _ in moved.values()) == 1
@@ -370,18 +280,27 @@ class _Way:
         return warps * max(issued, ISSUES * lines) / rate * waits * self.crowd
 
     @cached_property
+    def stored(self) -> float:
+        """Nanoseconds in which the cache takes what lanes store to sectors that no others of their warp store to."""
+        lines = 0.0
+        for s in self.form.kernel.stores:
+            times, asked = self.each / self.width(s), lines_of(s, self.lanes, self.width(s))
+            lines += times * asked if WARP * self.width(s) * s.buffer.type.dtype.size < SECTOR * asked else 0.0
+        return self.count / WARP * lines / STORED
+
+    @cached_property
     def crowd(self) -> float:
-        """How many times as large as a processor's cache is what a block gathers from, if that is larger: planes of
-        which data says where they are read, one of which fits. With 32 KB each (grid_sample of 8 x 32 x 128 x 128 in
-        bfloat16, H200, November 2026) blocks of 1 to 4 planes took 28.2 to 29.2 us, of 8 up to 29.7, of 16 up to 34.2,
-        and of 32 up to 50.6.
+        """How many times as large as a processor's cache is what a block gathers from, if that is larger: planes in
+        which data says where they are read (but not rows of which it says which are), one of which fits. With 32 KB
+        each (grid_sample of 8 x 32 x 128 x 128 in bfloat16, H200, November 2026) blocks of 1 to 4 planes took 28.2 to
+        29.2 us, of 8 up to 29.7, of 16 up to 34.2, and of 32 up to 50.6.
         """
         found = 1.0
         for x in self.form.accesses:
             index = {d: e for d, e in enumerate(x.index) if isinstance(e, Expr)}
             said = {d for d, e in index.items() if any(isinstance(y, Loaded) for y in topological([e]))}
             plane = math.prod(x.buffer.type.static_shape[d] for d in said) * x.buffer.type.dtype.size
-            if said and plane <= self.gpu.shared:
+            if len(x.index) - 1 in said and plane <= self.gpu.shared:
                 of = {a for d, e in index.items() if d not in said for a in e.free}
                 each = (self.sizes.get(a, 1) * math.prod(self.threads[a]) for a in self.form.axes if a in of)
                 found = max(found, math.prod(each) * plane / self.gpu.shared)
@@ -390,7 +309,8 @@ class _Way:
     @property
     def time(self) -> float:
         """Nanoseconds of the kernel, and of what comes before it."""
-        return max(self.busy, _moved_bytes(self.form) / self.gpu.memory) + self.gpu.launch + self.before
+        moved = max(self.busy, self.stored, moved_bytes(self.form) / self.gpu.memory)
+        return moved + self.gpu.launch + self.before
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -420,7 +340,7 @@ class _Way:
         return Window(self.form.kernel, schedule, self.time, why, self.copies)
 
 
-def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
+def _ways(form: Form, gpu: Gpu) -> Iterator[_Way]:
     """Those whose sums and windows fit into registers."""
     steps = sorted((a for s in form.loops for a in s.axes), key=lambda a: -a.extent)
     if len(steps) <= FEW_LOOPS:
@@ -437,63 +357,3 @@ def _ways(form: _Form, gpu: Gpu) -> Iterator[_Way]:
             for points in others:
                 every = (_Way(form, lane, vector, points, serial, gpu) for serial in subsets)
                 yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
-
-
-@per_node
-def _directions(term: Node) -> tuple[tuple[Any, Any], ...]:
-    """How each variable that a term knows moves the places that it is made of: the number of a direction, and steps in
-    it; nothing where it moves none, None where in no even steps.
-    """
-    read = (x for x in topological([term]) if isinstance(x, l.Load | l.Index))
-    every = (e for x in read for e in (x.children if isinstance(x, l.Index) else (*x.index, *x.inside)))
-    indices: Any = tuple(dict.fromkeys(every))
-    numbers: dict[tuple[int, ...], int] = {}
-    found: list[tuple[Any, Any]] = []
-    for v in term.free:
-        along = moves(indices, [(v, 2)])
-        if not along:
-            found.append((v, None if along is None else ()))
-            continue
-        (one,) = along
-        ((_, _, c),) = one.loops
-        least = math.gcd(*one.steps)
-        found.append((v, (numbers.setdefault(tuple(s // least for s in one.steps), len(numbers)), c * least)))
-    return tuple(sorted(found, key=lambda x: id(x[0])))
-
-
-@lru_cache(maxsize=4096)
-def _places(directions: tuple[tuple[Any, Any], ...], loops: tuple[tuple[Any, int], ...]) -> int:
-    """How many places loops, variables with their sizes, move to, those between that no loop meets included."""
-    moved = dict(directions)
-    along: dict[int, list[tuple[int, int]]] = {}
-    for v, size in loops:
-        if moved[v] is None:
-            return math.prod(size for _, size in loops)
-        if moved[v]:
-            number, c = moved[v]
-            along.setdefault(number, []).append((c, size))
-    least = {number: math.gcd(*(c for c, _ in every)) for number, every in along.items()}
-    return math.prod(1 + sum(abs(c) // least[k] * (size - 1) for c, size in every) for k, every in along.items())
-
-
-def _kind(t: Any) -> Any:
-    """What terms that take as long have in common: where they lie in a line of the cache, not in which one."""
-    if isinstance(t, l.Apply):
-        return _directions(t), 1 if is_cast(t.fn) else t.fn.cost
-    if isinstance(t, l.Load):
-        at = dict(terms_of(offset_of(t)))
-        begin = at.pop((), 0) * t.dtype.size % LINE
-        return _directions(t), t.buffer.type, tuple(at.items()), begin, t.inside
-    return t
-
-
-def _summed(term: Node, s: n.Loop) -> bool:
-    """Whether a product goes into a sum, so both are one instruction."""
-    return any(term in x.args for x in s.body if isinstance(x, n.Accumulate))
-
-
-def _moved_bytes(form: _Form) -> float:
-    total = 0.0
-    for x in {x.buffer: x for x in form.accesses}.values():
-        total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
-    return total

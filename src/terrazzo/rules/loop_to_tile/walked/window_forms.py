@@ -1,0 +1,182 @@
+"""Kernels of which a thread takes windows: reductions of few steps, of which many points read the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from terrazzo.ir import nest as n
+from terrazzo.ir.contraction import contraction
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import terms_of
+from terrazzo.ir.node import Node, per_node, topological
+from terrazzo.ir.sites import product
+from terrazzo.ir.types import f32
+from terrazzo.rules.loop_to_tile.walked.cache_lines import LINE, offset_of, stride_of
+from terrazzo.rules.moves import moves, overlaps, slides
+from terrazzo.rules.tile.bodies import flat
+
+SHORT, MANY = 16, 1 << 16
+"""Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
+FEW = 8
+"""Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
+MOST_STEPS, MOST_TAPS = 512, 1024
+"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters. 31 x 31 on
+8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, H100); as windows 239 by the model, and were not measured.
+"""
+POINTS = (2, 4, 7, 8)
+"""Points of a thread along an axis: images are often 7 * 2^n wide."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel with windows: its axes, the terms outside reductions and those of each."""
+
+    kernel: l.Kernel
+    axes: tuple[Any, ...]
+    terms: tuple[Node, ...]
+    loops: tuple[n.Loop, ...]
+
+    @cached_property
+    def accesses(self) -> list[Any]:
+        """What is loaded and stored."""
+        inside = [x.term for s in self.loops for x in s.body if isinstance(x, n.Let)]
+        return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
+
+    @cached_property
+    def executed(self) -> list[tuple[n.Loop | None, Any, int]]:
+        """What is executed by itself and in each loop: one term of each kind, and how many there are. A term of
+        hundreds of loads has few kinds.
+        """
+        found: dict[Any, tuple[n.Loop | None, Any, int]] = {}
+        inside = [(s, x.term) for s in self.loops for x in s.body if isinstance(x, n.Let)]
+        for s, t in (*((None, t) for t in self.terms), *inside, *((None, t) for t in self.kernel.stores)):
+            if isinstance(t, l.Apply) and t.fn.name == "mul" and s is not None and _summed(t, s):
+                continue
+            key = s, _kind(t)
+            _, one, count = found.get(key, (s, t, 0))
+            found[key] = s, one, count + 1
+        return [*found.values()]
+
+    @cached_property
+    def lanes(self) -> tuple[Any, ...]:
+        """Axes that memory runs along in some access, or nearly."""
+        found: dict[Any, None] = {}
+        for x in self.accesses:
+            steps = {a: stride_of(x, a) for a in self.axes}
+            near = {a: abs(s) for a, s in steps.items() if isinstance(s, int) and s}
+            if near:
+                found[min(near, key=lambda a: near[a])] = None
+        return tuple(found) or self.axes[-1:]
+
+
+def form_of(kernel: l.Kernel) -> Form | None:
+    """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
+    which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
+    common are rows that threads had better share, unless every one of many points has its own; so is a long row beside
+    them that does not move, and a long window that more points share than a thread takes, as that of a norm.
+    """
+    if isinstance(found := flat(kernel), str):
+        return None
+    axes, statements = found
+    loops = tuple(s for s in statements if isinstance(s, n.Loop))
+    every = [*axes, *(a for s in loops for a in s.axes)]
+    if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):
+        return None
+    if any(math.prod(a.extent for a in s.axes) > (MOST_TAPS if _filtered(s) else MOST_STEPS) for s in loops):
+        return None
+    terms = tuple(s.term for s in statements if isinstance(s, n.Let))
+    reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
+    many = math.prod(a.extent for a in axes) >= MANY
+    short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
+    own = many and all(a in r.free for r in reduces for a in axes)
+    long = [r for r in reduces if math.prod(a.extent for a in r.axes) > SHORT]
+    moving = any(slides(r) and (own or overlaps(r)) for r in reduces) and all(map(slides, long))
+    known = max((k for k, a in enumerate(axes) if any(a in r.free for r in reduces)), default=-1)
+    moving = moving and not (long and math.prod(a.extent for a in axes[known + 1 :]) > max(POINTS))
+    moved = moving and (product(kernel) is None or multiplied_by_threads(kernel))
+    return Form(kernel, axes, terms, loops) if moved or short else None
+
+
+def _filtered(s: n.Loop) -> bool:
+    """Whether all that a loop adds up is products."""
+    sums = [r for r in s.carried if isinstance(r, l.Reduce)]
+    return all(r.monoid.name == "sum" and isinstance(x, l.Apply) and x.fn.name == "mul" for r in sums for x in r.args)
+
+
+def multiplied_by_threads(kernel: l.Kernel) -> bool:
+    """Whether a kernel is a product of which the tile of an instruction would be mostly empty, or of few channels."""
+    p = product(kernel)
+    return p is not None and (min(p.m.extent, p.n.extent) <= FEW or few_channels(kernel))
+
+
+def few_channels(kernel: l.Kernel) -> bool:
+    """Whether a kernel is a product in float32 of few channels, of which tiles fetch what threads' points share."""
+    p = product(kernel)
+    factors: list[Any] = [*p.operands] if p else []
+    if p is None or min(p.m.extent, p.n.extent) <= FEW or any(x.dtype is not f32 for x in factors):
+        return False
+    return math.prod(a.extent for a in p.axes) <= MOST_STEPS and any(overlaps(c.reduce) for c in p.sites)
+
+
+@per_node
+def directions(term: Node) -> tuple[tuple[Any, Any], ...]:
+    """How each variable that a term knows moves the places that it is made of: the number of a direction, and steps in
+    it; nothing where it moves none, None where in no even steps.
+    """
+    read = (x for x in topological([term]) if isinstance(x, l.Load | l.Index))
+    every = (e for x in read for e in (x.children if isinstance(x, l.Index) else (*x.index, *x.inside)))
+    indices: Any = tuple(dict.fromkeys(every))
+    numbers: dict[tuple[int, ...], int] = {}
+    found: list[tuple[Any, Any]] = []
+    for v in term.free:
+        along = moves(indices, [(v, 2)])
+        if not along:
+            found.append((v, None if along is None else ()))
+            continue
+        (one,) = along
+        ((_, _, c),) = one.loops
+        least = math.gcd(*one.steps)
+        found.append((v, (numbers.setdefault(tuple(s // least for s in one.steps), len(numbers)), c * least)))
+    return tuple(sorted(found, key=lambda x: id(x[0])))
+
+
+@lru_cache(maxsize=4096)
+def places(directions: tuple[tuple[Any, Any], ...], loops: tuple[tuple[Any, int], ...]) -> int:
+    """How many places loops, variables with their sizes, move to, those between that no loop meets included."""
+    moved = dict(directions)
+    along: dict[int, list[tuple[int, int]]] = {}
+    for v, size in loops:
+        if moved[v] is None:
+            return math.prod(size for _, size in loops)
+        if moved[v]:
+            number, c = moved[v]
+            along.setdefault(number, []).append((c, size))
+    least = {number: math.gcd(*(c for c, _ in every)) for number, every in along.items()}
+    return math.prod(1 + sum(abs(c) // least[k] * (size - 1) for c, size in every) for k, every in along.items())
+
+
+def _kind(t: Any) -> Any:
+    """What terms that take as long have in common: where they lie in a line of the cache, not in which one."""
+    if isinstance(t, l.Apply):
+        return directions(t), 1 if is_cast(t.fn) else t.fn.cost
+    if isinstance(t, l.Load):
+        at = dict(terms_of(offset_of(t)))
+        begin = at.pop((), 0) * t.dtype.size % LINE
+        return directions(t), t.buffer.type, tuple(at.items()), begin, t.inside
+    return t
+
+
+def _summed(term: Node, s: n.Loop) -> bool:
+    """Whether a product goes into a sum, so both are one instruction."""
+    return any(term in x.args for x in s.body if isinstance(x, n.Accumulate))
+
+
+def moved_bytes(form: Form) -> float:
+    total = 0.0
+    for x in {x.buffer: x for x in form.accesses}.values():
+        total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
+    return total
