@@ -204,7 +204,7 @@ def _terms(kernel: l.Kernel) -> Iterator[tuple[Any, set[l.Buffer]]]:
     stored = {s.value for s in kernel.stores}
     for x in kernel.terms:
         if isinstance(x, l.Load):
-            reads[x] = {x.buffer}
+            reads[x] = {y.buffer for y in topological([x]) if isinstance(y, l.Load)}  # and what says where it is read
         elif isinstance(x, l.Scan | l.Get) or (isinstance(x, l.Reduce) and nested_contraction(x) and not apart):
             reads[x] = None
         elif isinstance(x, l.Apply | l.Reduce):
