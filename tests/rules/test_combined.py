@@ -118,6 +118,19 @@ def guarded(count: int) -> str:
     return pointwise(count).replace("[a0, a1]\n", "[a0, 3] if a1 < 5 else 0\n", count)
 
 
+LOOKED_UP = """\
+    with kernel('place', place=i64[8]):
+        for a0 in free(8):
+            in0 = t7[a0, 0]
+            v0 = i64(in0)
+            place[a0] = v0
+    with kernel('out', out=f32[8, 16]):
+        for a0 in free(8):
+            in9 = place[a0]
+            for a1 in free(16):
+"""
+
+
 @pytest.mark.parametrize("out", [pointwise, product, reduced, products, guarded])
 def test_what_is_summed_waits_as_one(out: object) -> None:
     """Eight branches wait for the last one; then hardly more than two of them do, as many as eager mode keeps."""
@@ -206,3 +219,12 @@ def test_what_an_index_reads_comes_first() -> None:
     assert any("rows" in {b.name for b in reads} for reads in found.values())
     for term, reads in found.items():
         assert reads == {x.buffer for x in topological([term]) if isinstance(x, l.Load)}
+
+
+def test_what_is_looked_up_waits_for_its_place() -> None:
+    """Branches are read where a number that is made of the last one says: none is combined before that is there."""
+    lines = added(8, "at(in9, 8), a1", 16)
+    program = branches(8, f"{LOOKED_UP}{lines}\n                out[a0, a1] = v7")
+    assert not problem(program)
+    found = combine_sooner(program, Log(), replace(RATES, launch=0.0, byte=0.0), 0)
+    assert not problem(found)
