@@ -15,7 +15,7 @@ from terrazzo.hw.products import continued, matrix
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
-from terrazzo.ir.plan import Plan
+from terrazzo.ir.plan import Plan, Stream
 from terrazzo.ir.text import parse
 from terrazzo.rules.tile.complete import complete
 from terrazzo.rules.tile.verify import verify
@@ -164,3 +164,61 @@ def test_steps_of_tiles_that_are_unlike_are_counted() -> None:
     ) == 2  # of who loads, and of who multiplies
     alike = [s for s in derived(EVERY["warpgroups that stay"].text).steps if isinstance(s, k.Kernel)]
     assert not any(isinstance(s, k.SetInteger) for x in alike for s in k.walk(x.body))
+
+
+ADDED_BETWEEN = """@tile
+def f(x: bf16[128, 64], w: bf16[512, 64], r: bf16[128, 512], v: bf16[64, 512]):
+    with kernel('y', y=bf16[128, 64]):
+        for a0 in free(128):
+            for a1 in free(64):
+                for r1 in reduce(512):
+                    in0 = r[a0, r1]
+                    v0 = f32(in0)
+                    in1 = v[a1, r1]
+                    v1 = f32(in1)
+                    for r0 in reduce(64):
+                        in2 = x[a0, r0]
+                        v2 = f32(in2)
+                        in3 = w[r1, r0]
+                        v3 = f32(in3)
+                        v4 = mul(v2, v3)
+                        acc1 <- sum(v4)
+                    v5 = add(acc1, v0)
+                    v6 = bf16(v5)
+                    v7 = f32(v6)
+                    v8 = mul(v7, v1)
+                    acc0 <- sum(v8)
+                v9 = bf16(acc0)
+                y[a0, a1] = v9
+    with schedule("y", target="sm_90a"):
+        a0 = grid(2) * block(64)
+        a1 = block(64)
+        r1 = time(8, ring=2) * block(64)
+        roles(load=warp(1), math=warpgroup(1), registers=(40, 232))
+        with site("acc1", on="wgmma.m64n64k16.f32.bf16"):
+            a0 = warpgroup(1) * inst.m(64)
+            r1 = inst.n(64)
+            r0 = reg(4) * inst.k(16)
+            x = smem(by="tma", swizzle=128)
+            w = smem(by="tma", swizzle=128)
+            r = smem(by="tma", swizzle=128)
+        with site("acc0", on="wgmma.m64n64k16.f32.bf16"):
+            a0 = warpgroup(1) * inst.m(64)
+            a1 = inst.n(64)
+            r1 = reg(4) * inst.k(16)
+            v = smem(by="tma", swizzle=128)
+        with site("y"):
+            a0 = like("acc0")
+            a1 = like("acc0")
+    return (y,)
+"""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_threads_add_between_products_stays_until_they_have_read_it(overlap: bool) -> None:
+    """The slot that the first product's factor came to may be filled when that is multiplied and the rest was read."""
+    text = ADDED_BETWEEN.replace("ring=2)", "ring=2, overlap=1)") if overlap else ADDED_BETWEEN
+    program = parse(text)
+    plan, _ = complete(program.loop.steps[0], program.schedules[0][1], gpu("sm_90a"))
+    assert [s.operand for s in plan.all(Stream) if s.read] == ["r[a0, r1]"]
+    right(text)

@@ -167,6 +167,7 @@ class Pipeline:
             self.promotion.go_to(t)
             waited = set(held)
             todo = list(self.plan.all(Product))
+            read: list[Ring] = []  # by threads that make the factors of products to come
             while todo:
                 p = todo.pop(0)
                 values = self.values(p, t)  # while slabs are still on their way, as what is fetched beside them
@@ -179,6 +180,8 @@ class Pipeline:
                     self.follow(t)
                     values = self.converted.values(p, t)
                     self.lead(t)
+                for ring in read if not todo else ():
+                    self.free(ring, t)
                 if first := not self.outermost(p) or (p.a != CONVERTED and len(self.plan.all(Product)) == 1):
                     self.follow(t)
                 self.products(p, t, values, left=1 if late else 0)
@@ -187,7 +190,9 @@ class Pipeline:
                 for name in p.rings:
                     ring = self.plan.named(name)
                     if ring.over and not any(name in q.rings for q in todo):
-                        if ring.late:
+                        if todo and self.read(ring):
+                            read.append(ring)
+                        elif ring.late:
                             self.builder.where([t - 1], lambda ring=ring: self.free(ring, t - 1))  # type: ignore[misc]
                         else:
                             self.free(ring, t)
@@ -219,8 +224,10 @@ class Pipeline:
 
         def weigh(t: IntExpr, left: int) -> None:
             self.factors.fetch(second, t)
-            self.end(first, t, left)
+            self.settle(first, left)
+            self.done(first, t, read=False)
             self.factors.weigh(second, t, begun=left > 0)
+            self.done(first, t, read=True)
             self.fetch(second, t)
 
         begin(0)
@@ -249,8 +256,14 @@ class Pipeline:
     def end(self, p: Product, t: IntExpr, left: int) -> None:
         """Wait until a product's step t is done, `left` groups may be open, and free its slots."""
         self.settle(p, left)
+        for read in (False, True):
+            self.done(p, t, read)
+
+    def done(self, p: Product, t: IntExpr, read: bool) -> None:
+        """Free the slots of a product's step t, those that threads `read` too or the others."""
         for ring in self.moving(p):
-            self.free(ring, t)
+            if self.read(ring) == read:
+                self.free(ring, t)
 
     def moving(self, p: Product) -> list[Ring]:
         """The rings of a product whose slots change with the steps."""
