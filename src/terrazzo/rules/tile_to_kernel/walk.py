@@ -20,6 +20,7 @@ from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.plan import Align, Keep, Plan, Result
 from terrazzo.ir.schedule import Site
 from terrazzo.rules.access import before, together, wide
+from terrazzo.rules.loop.fusion.inline import in_bounds
 from terrazzo.rules.tile import bodies
 from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile.draft import axis_name
@@ -27,6 +28,7 @@ from terrazzo.rules.tile.loops import columns
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
+from terrazzo.rules.tile_to_kernel.frame import data_says
 from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
 from terrazzo.rules.tile_to_kernel.in_frame import InFrame, StepFrame, stepwise, twice
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
@@ -91,7 +93,7 @@ class Walker:
         if term in scope.env or isinstance(term, l.Reduce | l.Scan):
             return
         found = scope(term)
-        if isinstance(term, l.Load):
+        if isinstance(term, l.Load) and (data_says(term) or not in_bounds(found)):
             found = l.Load.make(found.buffer, found.index, (*found.inside, *scope.pending))
         scope.env[term] = self.builder.let(found, "in" if isinstance(term, l.Load) else "v")
         if term in scope.kept:

@@ -45,7 +45,7 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     binds = any(isinstance(v, Bound) for e in inside if isinstance(e, Expr) for v in e.free)
     if keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside), binds=binds)
-    guard = lambda load: looked_up(load, inside) if _in_bounds(load) else guarded(load, inside)  # noqa: E731
+    guard = lambda load: looked_up(load, inside) if in_bounds(load) else guarded(load, inside)  # noqa: E731
     value = rewrite_loads(value, guard, binds=binds)
     return select(inside, _dividing_only(value, inside))
 
@@ -95,7 +95,7 @@ def _implies(x: IntExpr, e: IntExpr) -> bool:
     return isinstance(more, int) and more >= 0
 
 
-def _in_bounds(load: l.Load) -> bool:
+def in_bounds(load: l.Load) -> bool:
     """Whether a load may be made whatever the values of its variables are."""
     return all(
         at_least(e, 0) and at_least(n - 1 - e, 0) for e, n in zip(load.index, load.buffer.type.shape, strict=True)
