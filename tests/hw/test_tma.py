@@ -141,3 +141,12 @@ def test_every_whole_number_and_float_has_a_type_of_the_driver() -> None:
     from terrazzo.run.tensor_map import _TYPES
 
     assert {t.name for t in DTYPES.values() if t.kind != "complex"} == {*_TYPES}
+
+
+@pytest.mark.parametrize(("row", "together"), [(1024, 256), (1000, 128), (1088, 256), (1032, 128)])
+def test_of_rows_that_begin_anywhere_in_lines_these_are_brought_one_by_one(row: int, together: int) -> None:
+    from terrazzo.run import tensor_map as maps
+
+    bf16 = DTYPES["bf16"]
+    assert maps.together(TensorMap(bf16, (64, row), (row, 1), (8, 64), 128)) == together
+    assert maps.together(TensorMap(bf16, (4, 64, 64), (64 * row, row, 1), (1, 8, 64), 128)) == together
