@@ -72,7 +72,7 @@ from terrazzo.rules.loop.precision.wide_sums import wide_sums
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
-from terrazzo.rules.loop_to_tile.copies import copies_in_windows
+from terrazzo.rules.loop_to_tile.copies import copies_in_windows, makers_divided
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
@@ -221,15 +221,17 @@ def _refusal(options: Options, tried: Experience, used: bool = False) -> Callabl
 
 
 def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> tile.Program:
-    """Every kernel with a schedule; those that a candidate made of one are steps like others. What they store that was
-    not stored before, such as patches of images, is there in windows where much memory is in use.
+    """Every kernel with a schedule; those that a candidate made of one are steps like others, and what is made for them
+    may be made by several, too. What they store that was not stored before, such as patches of images, is there in
+    windows where much memory is in use.
     """
     gpu, pins = machine(options), pinned(options)[0]
-    done = schedule(p, gpu, log, pins, _texts(options), tried)
+    done = kernels_in_order(schedule(p, gpu, log, pins, _texts(options), tried), log, SCHEDULE)
     if options.fuse and not options.frozen and not pins:
         again = lambda p, log: schedule(p, gpu, log, None, _texts(options), tried)  # noqa: E731
-        done = copies_in_windows(p, done, log, partial(expected, gpu=gpu), again)
-    return kernels_in_order(done, log, SCHEDULE)
+        done = makers_divided(done, log, target(options.target).rates, again)
+        done = kernels_in_order(copies_in_windows(p, done, log, partial(expected, gpu=gpu), again), log, SCHEDULE)
+    return done
 
 
 @dataclass(frozen=True)
