@@ -30,7 +30,7 @@ RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
 LOSS = 0.05
 """The part of the time of a program that is given for memory at most."""
-WORTH = 64 << 20
+WORTH = 32 << 20
 """Bytes in use from which on it is asked: below, what is faster is taken."""
 SAVED = 0.02
 """The part of what is in use from which on it is worth having, or twice as many windows are."""
@@ -317,11 +317,12 @@ class _Done:
 
 
 def _sizes(extent: int) -> list[int]:
-    """The sizes that windows of an axis may have, the largest first."""
-    found = set[int]()
+    """The sizes that windows of an axis may have, the largest first: equal parts, which may be whole images, or such as
+    are multiples of rows.
+    """
+    found = {extent // count for count in COUNTS if extent % count == 0}
     for size in (-(-extent // count) for count in COUNTS):
         found |= {-(-size // n) * n for n in ROWS if size >= n}
-        found |= {size} if size < ROWS[0] and extent % size == 0 else set()
     return sorted((n for n in found if n < extent), reverse=True)
 
 
