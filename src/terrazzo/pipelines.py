@@ -289,6 +289,8 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
+MEMORY = ("order", "remake", "windows")
+"""The passes that only lower what is in use at a time."""
 GPU_ONLY = ("online", "parts", "remake", SCHEDULE, "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
@@ -319,12 +321,12 @@ def libraries(options: Options) -> Libraries | None:
 @lru_cache(maxsize=4096)
 def _alone(name: str, fp32: str, op: Aten) -> float:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
-    called after all.
+    called after all. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     program = Program("torch", "alone", inputs, (op,), {op: "result"})
     options = Options(target=name, libraries="never", fp32=fp32)
-    upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
+    upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     steps = stages(program, options, Log(), upper)[-1][1].steps
     return math.inf if any(isinstance(s, l.Call) for s in steps) else expected(steps, machine(options))
 

@@ -48,9 +48,7 @@ class _Way:
     steps: tuple[l.Kernel | l.Call, ...]
 
 
-def divide(
-    program: l.Program, log: Log, rates: Rates, worth: int = WORTH, pass_name: str = PASS
-) -> l.Program:
+def divide(program: l.Program, log: Log, rates: Rates, worth: int = WORTH, pass_name: str = PASS) -> l.Program:
     """`program` with kernels that store several things as several, which run apart, as long as the part of memory that
     this saves is several times the part of the time that it takes.
 
