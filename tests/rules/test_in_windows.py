@@ -133,6 +133,26 @@ def test_heads_that_lie_side_by_side_in_rows() -> None:
     same(p, found)
 
 
+GUARDED = """
+    with kernel('y', y=f32[2, 2048, 64]):
+        for a0 in free(2):
+            for a1 in free(2048):
+                for a2 in free(64):
+                    for r0 in reduce(512):
+                        in0 = x_1[a0 * 2048 + a1, r0] if a0 < 1 else 0
+                        in1 = w[a2, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    y[a0, a1, a2] = acc0"""
+
+
+def test_a_window_that_would_leave_memory_is_none() -> None:
+    """What is read under a guard may lie beyond the end where that is not met."""
+    p = program(parts("x", 2048), GUARDED, results="y", inputs="x: f32[2048, 512], w: f32[64, 512]")
+    found, told = windowed(p)
+    assert found == p and not told
+
+
 def test_time_counts() -> None:
     p = program(parts("w", 2048), product("x", "w_1", "y", 256, 2048), results="y")
     found, told = windowed(p, lambda steps: float(len(steps)))

@@ -167,7 +167,7 @@ def ranged(index: Sequence[IntExpr], at: Mapping[Any, IntExpr], kind: Type) -> R
         there = substitute(e, at)
         low = substitute(there, dict.fromkeys(there.free, 0)) if isinstance(there, Expr) else there
         least, most = bounds(there - low) if isinstance(low, int) else (None, None)
-        if least is None or least < 0 or most is None:
+        if least is None or least < 0 or most is None or low < 0 or low + most >= n:  # some may be read under guards
             return None
         starts.append(low)
         shape.append(most + 1)
