@@ -131,8 +131,10 @@ def f(x: f32[64, 128]):
 """
 
 
-def test_windows_of_windows_and_pieces_of_pieces() -> None:
-    p = parse(NESTED.format(read="b"))
+@pytest.mark.parametrize("dimension", [", 0", ""])
+def test_windows_of_windows_and_pieces_of_pieces(dimension: str) -> None:
+    """The first dimension is that of a concatenation that names none."""
+    p = parse(NESTED.format(read="b").replace("], 0", f"]{dimension}"))
     found = regions(p.steps, p.results)
     assert {b.name: (whole.name, start) for b, (whole, start) in found.of.items()} == {
         "a": ("x", 16384), "b": ("x", 24576), "r": ("y", 0), "s": ("y", 16384), "p": ("y", 16384), "q": ("y", 24576)

@@ -151,10 +151,11 @@ def _window(s: l.Call) -> dict[l.Buffer, tuple[l.Buffer, int]]:
 def _pieces(s: l.Call) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """What a call makes a whole of, with where it is in that, if all of it may lie there."""
     (whole,) = s.results
-    if whole is None or len(s.args) != 2 or not isinstance(pieces := s.args[0], tuple) or whole.type.span == 0:
+    if whole is None or s.kwargs or not isinstance(pieces := s.args[0], tuple) or whole.type.span == 0:
         return {}
-    d, kind = s.args[1], whole.type
-    if not all(isinstance(b, l.Buffer) and b.type.dtype is kind.dtype for b in pieces) or len({*pieces}) < len(pieces):
+    (d,), kind = s.args[1:] or (0,), whole.type
+    alike = all(isinstance(b, l.Buffer) and (b.type.dtype, b.type.rank) == (kind.dtype, kind.rank) for b in pieces)
+    if not alike or len({*pieces}) < len(pieces):
         return {}
     step = int(kind.element_strides[d]) * kind.dtype.size
     starts = [n * step for n in accumulate((b.type.static_shape[d] for b in pieces), initial=0)]
