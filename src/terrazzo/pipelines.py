@@ -72,7 +72,7 @@ from terrazzo.rules.loop.precision.wide_sums import wide_sums
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
-from terrazzo.rules.loop_to_tile.copies import copies_in_windows
+from terrazzo.rules.loop_to_tile.copies import copies_in_windows, makers_divided
 from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
@@ -221,15 +221,17 @@ def _refusal(options: Options, tried: Experience, used: bool = False) -> Callabl
 
 
 def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> tile.Program:
-    """Every kernel with a schedule; those that a candidate made of one are steps like others. What they store that was
-    not stored before, such as patches of images, is there in windows where much memory is in use.
+    """Every kernel with a schedule; those that a candidate made of one are steps like others, and what is made for them
+    may be made by several, too. What they store that was not stored before, such as patches of images, is there in
+    windows where much memory is in use.
     """
     gpu, pins = machine(options), pinned(options)[0]
-    done = schedule(p, gpu, log, pins, _texts(options), tried)
+    done = kernels_in_order(schedule(p, gpu, log, pins, _texts(options), tried), log, SCHEDULE)
     if options.fuse and not options.frozen and not pins:
         again = lambda p, log: schedule(p, gpu, log, None, _texts(options), tried)  # noqa: E731
-        done = copies_in_windows(p, done, log, partial(expected, gpu=gpu), again)
-    return kernels_in_order(done, log, SCHEDULE)
+        done = makers_divided(done, log, target(options.target).rates, again)
+        done = kernels_in_order(copies_in_windows(p, done, log, partial(expected, gpu=gpu), again), log, SCHEDULE)
+    return done
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ PASSES = (
 )  # fmt: skip
 
 LOWER = tuple(p.name for p in PASSES)
+MEMORY = ("order", "remake", "windows")
+"""The passes that only lower what is in use at a time."""
 GPU_ONLY = ("online", "parts", "remake", SCHEDULE, "plan", "derive")
 
 for _a, _b in pairwise(PASSES):
@@ -317,12 +321,12 @@ def libraries(options: Options) -> Libraries | None:
 @lru_cache(maxsize=4096)
 def _alone(name: str, fp32: str, op: Aten) -> float:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
-    called after all.
+    called after all. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     program = Program("torch", "alone", inputs, (op,), {op: "result"})
     options = Options(target=name, libraries="never", fp32=fp32)
-    upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop"))
+    upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     steps = stages(program, options, Log(), upper)[-1][1].steps
     return math.inf if any(isinstance(s, l.Call) for s in steps) else expected(steps, machine(options))
 

@@ -7,14 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from terrazzo.hw.gpu import GPUS
 from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects import tile
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.memory import divided
 from terrazzo.rules.loop.memory.divided import divide
 from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop_to_tile.choose import schedule
+from terrazzo.rules.loop_to_tile.copies import makers_divided
 from terrazzo.targets import target
 
 RATES = target("sm_90a").rates
@@ -157,3 +161,43 @@ def test_makers_come_with_parts_in_an_order_that_runs(seed: int) -> None:
 
 def replace_steps(p: l.Program, steps: list[l.Kernel | l.Call]) -> l.Program:
     return l.Program(p.name, p.inputs, tuple(steps), p.results)
+
+
+MAKER = """@loop
+def f(x: f32[1024, 512], w: f32[1024, 512]):
+    with kernel('b', a=f32[1024, 512], b=f32[1024, 512]):
+        for a0 in free(1024):
+            for a1 in free(512):
+                in0 = x[a0, a1]
+                in1 = w[a0, a1]
+                v0 = neg(in0)
+                v1 = abs(in1)
+                a[a0, a1] = v0
+                b[a0, a1] = v1"""
+SUM = """
+    with kernel('{y}', {y}=f32[512]):
+        for a0 in free(512):
+            for r0 in reduce(1024):
+                in0 = {x}[r0, a0]
+                acc0 <- sum(in0)
+            {y}[a0] = acc0"""
+
+
+def test_what_is_made_for_several_is_made_for_each_once_there_are_schedules() -> None:
+    p = parse(MAKER + SUM.format(x="a", y="s") + SUM.format(x="b", y="t") + "\n    return (s, t)")
+    assert isinstance(p, l.Program)
+
+    def scheduled(p: l.Program, log: Log) -> tile.Program:
+        return schedule(p, GPUS["sm_90a"], log)
+
+    done, log = scheduled(p, Log()), Log()
+    found = makers_divided(done, log, FREE, scheduled)
+    most = [max(in_use(q.loop.steps, q.loop.results)) for q in (done, found)]
+    assert most[1] < 0.6 * most[0] and not problem(found)
+    assert [e.pass_name for e in log.events if e.rule == "divide"] == ["schedule"]
+    assert {n for n, _ in found.schedules} == {n for n, s in enumerate(found.loop.steps) if isinstance(s, l.Kernel)}
+    rng = np.random.default_rng(0)
+    given = {b.name: rng.integers(-4, 5, b.type.static_shape).astype(np.float32) for b in p.inputs}
+    for one, other in zip(interpreter.run(p, given), interpreter.run(found.loop, given), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert makers_divided(found, Log(), FREE, scheduled) is found

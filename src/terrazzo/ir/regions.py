@@ -7,16 +7,67 @@ elements are, and pieces are written where the whole is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from terrazzo.ir.dialects import loop as l
 
 WINDOW, WHOLE = "aten.alias.default", "aten.cat.default"
 ALIGNED = 16
 """Bytes at multiples of which a region begins: as many as vectors have, and TMA wants."""
+LINE = 256
+"""Bytes at multiples of which pieces of memory begin: two kernels share no line of it."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The bytes of a tensor from `start` to `end`, which steps use from the `first` to the `last`."""
+
+    start: int
+    end: int
+    first: int
+    last: int
+
+    def beside(self, other: Piece) -> bool:
+        """Whether there is a step in which both are in use."""
+        return self.first <= other.last and other.first <= self.last
+
+    def at(self, offset: int) -> Piece:
+        """The piece of a tensor that begins there."""
+        return Piece(self.start + offset, self.end + offset, self.first, self.last)
+
+
+def lived(uses: Sequence[tuple[int, T, int, int]]) -> dict[T, list[Piece]]:
+    """The pieces of tensors by when they are in use, of steps in order, what each uses, and from which byte to which.
+    A tensor is cut where lines of memory are used by other steps.
+    """
+    ranges = [(n, x, start // LINE * LINE, -(-end // LINE) * LINE) for n, x, start, end in uses if start < end]
+    cuts: dict[T, set[int]] = {}
+    for _, x, start, end in ranges:
+        cuts.setdefault(x, set()).update((start, end))
+    ends = {x: sorted(at) for x, at in cuts.items()}
+    first: dict[T, dict[int, int]] = {x: {} for x in ends}
+    last: dict[T, dict[int, int]] = {x: {} for x in ends}
+    for n, x, start, end in ranges:
+        for k in range(bisect_left(ends[x], start), bisect_left(ends[x], end)):
+            first[x].setdefault(k, n)
+            last[x][k] = n
+    found: dict[T, list[Piece]] = {x: [] for x in ends}
+    for x, at in ends.items():
+        for k, (start, end) in enumerate(pairwise(at)):
+            if k not in first[x]:
+                continue
+            piece = Piece(start, end, first[x][k], last[x][k])
+            if found[x] and (one := found[x][-1]).end == start and (one.first, one.last) == (piece.first, piece.last):
+                found[x][-1] = Piece(one.start, end, one.first, one.last)
+            else:
+                found[x].append(piece)
+    return found
 
 
 @dataclass(frozen=True)
@@ -38,6 +89,12 @@ class Regions:
         """Regions, and what they are of."""
         return frozenset(self.of).union(whole for whole, _ in self.of.values())
 
+    def pieces(self, steps: Sequence[Any]) -> dict[l.Buffer, list[Piece]]:
+        """When the pieces of what has regions are in use, by steps that are no calls which only name memory."""
+        wholes = {whole for whole, _ in self.of.values()}
+        places = ((n, b, *self.of.get(b, (b, 0))) for n, s in enumerate(steps) for b in (*s.reads, *s.writes))
+        return lived([(n, whole, start, start + b.type.span) for n, b, whole, start in places if whole in wholes])
+
 
 NONE = Regions()
 
@@ -48,27 +105,37 @@ def regions(steps: Sequence[Any], results: Sequence[l.Buffer]) -> Regions:
     if not named:
         return NONE
     written = {b for s in steps if not isinstance(s, l.Call) for b in s.writes}
-    told = {b for s in steps if isinstance(s, l.Call) and s not in named for b in s.reads}
-    readers: dict[l.Buffer, int] = {}
-    for b in (b for s in named for b in s.reads):
-        readers[b] = readers.get(b, 0) + 1
-    told.update(results)
-    found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
-    calls = set()
+    told = {b for s in steps if isinstance(s, l.Call) and s not in named for b in s.reads}.union(results)
+    readers: dict[l.Buffer, list[l.Call]] = {}
     for s in named:
-        window = s.name == WINDOW
-        lying = _window(s) if window else _pieces(s)
-        if window:
-            fits = not any(b in told or b in readers for b in lying)
-        else:
-            fits = all(b in written and b not in told and readers[b] == 1 for b in lying)
-        if not lying or not fits:
-            continue
-        for b, (whole, start) in lying.items():
-            outer, more = found.get(whole, (whole, 0))
-            found[b] = outer, more + start
-        calls.add(s)
-    return Regions(found, frozenset(calls))
+        for b in s.reads:
+            readers.setdefault(b, []).append(s)
+    lying = {s: found for s in named if (found := _window(s) if s.name == WINDOW else _pieces(s))}
+    while True:  # who is no region after all makes none of others
+        made = {b for s in lying if s.name == WHOLE for b in s.writes}
+        odd = []
+        for s, found in lying.items():
+            theirs = [r for b in found for r in readers.get(b, ())]
+            if s.name == WINDOW:
+                fits = all(r in lying and r.name == WINDOW for r in theirs)
+            else:
+                fits = all(b in written or b in made for b in found) and len(theirs) == len(found)
+            if not fits or not told.isdisjoint(found):
+                odd.append(s)
+        if not odd:
+            break
+        lying = {s: found for s, found in lying.items() if s not in odd}
+    places = {b: at for found in lying.values() for b, at in found.items()}
+    return Regions({b: _placed(b, places) for b in places}, frozenset(lying))
+
+
+def _placed(b: l.Buffer, found: Mapping[l.Buffer, tuple[l.Buffer, int]]) -> tuple[l.Buffer, int]:
+    """The buffer that a region is one of, and where it begins there, of regions that may be ones of regions."""
+    whole, start = found[b]
+    while whole in found:
+        whole, more = found[whole]
+        start += more
+    return whole, start
 
 
 def _window(s: l.Call) -> dict[l.Buffer, tuple[l.Buffer, int]]:
@@ -84,10 +151,11 @@ def _window(s: l.Call) -> dict[l.Buffer, tuple[l.Buffer, int]]:
 def _pieces(s: l.Call) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """What a call makes a whole of, with where it is in that, if all of it may lie there."""
     (whole,) = s.results
-    if whole is None or len(s.args) != 2 or not isinstance(pieces := s.args[0], tuple) or whole.type.span == 0:
+    if whole is None or s.kwargs or not isinstance(pieces := s.args[0], tuple) or whole.type.span == 0:
         return {}
-    d, kind = s.args[1], whole.type
-    if not all(isinstance(b, l.Buffer) and b.type.dtype is kind.dtype for b in pieces) or len({*pieces}) < len(pieces):
+    (d,), kind = s.args[1:] or (0,), whole.type
+    alike = all(isinstance(b, l.Buffer) and (b.type.dtype, b.type.rank) == (kind.dtype, kind.rank) for b in pieces)
+    if not alike or len({*pieces}) < len(pieces):
         return {}
     step = int(kind.element_strides[d]) * kind.dtype.size
     starts = [n * step for n in accumulate((b.type.static_shape[d] for b in pieces), initial=0)]

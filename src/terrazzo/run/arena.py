@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.regions import LINE, Piece
 from terrazzo.run.branches import Place, clocks
 
 T = TypeVar("T")
-ALIGN = 256
+ALIGN = LINE
 MOST = 4000
 """Temporaries of which there may be more than one try at where they lie."""
 WORTH = 1 << 20
@@ -22,14 +23,24 @@ WORTH = 1 << 20
 Root = Mapping[l.Buffer, l.Buffer]
 """Buffers that lie in the memory of others, with the one whose place that is."""
 ALONE: Root = {}
+Pieces = Mapping[l.Buffer, Sequence[Piece]]
+"""Buffers of which some parts are in use when others are not."""
+WHOLE: Pieces = {}
 
 
 class Lives:
     """When the buffers of a program are in use: from the first to the last step that mentions them, or what lies in
-    the memory of their `root`, by branches.
+    the memory of their `root`, by branches; and when their `pieces` are, where steps run one after the other.
     """
 
-    def __init__(self, program: l.Program | kernel.Program, places: Sequence[Place] = (), root: Root = ALONE) -> None:
+    def __init__(
+        self,
+        program: l.Program | kernel.Program,
+        places: Sequence[Place] = (),
+        root: Root = ALONE,
+        pieces: Pieces = WHOLE,
+    ) -> None:
+        self.apart = pieces
         places = places or [Place()] * len(program.steps)
         count = 1 + max((p.branch for p in places), default=0)
         self.first: dict[l.Buffer, int] = {}
@@ -45,6 +56,10 @@ class Lives:
         through = clocks(places)
         begins = [through[k] for k in self.first.values()]
         self.ends, self.begins = (np.array(x, dtype=np.int64).reshape(-1, count) for x in (ends, begins))
+
+    def pieces(self, b: l.Buffer) -> Sequence[Piece]:
+        """The pieces of a buffer by when they are in use, with what is behind it up to where something else begins."""
+        return self.apart.get(b) or [Piece(0, padded(b.type.span), self.first[b], self.last[b])]
 
     def later(self, b: l.Buffer, numbers: Sequence[int]) -> list[int]:
         """Which of the buffers with these numbers come when all that uses one is through, by their places."""
@@ -77,42 +92,57 @@ def allocate(
     buffers: Sequence[l.Buffer],
     places: Sequence[Place] = (),
     root: Root = ALONE,
+    pieces: Pieces = WHOLE,
 ) -> tuple[dict[l.Buffer, int], int]:
-    """Offsets for temporaries such that buffers that live at the same time do not overlap; and the total. They are
-    placed one after the other where there is room first: as they come, the large ones first, or those that live long;
-    whichever takes least.
+    """Offsets for temporaries such that what is in use at the same time does not overlap; and the total. They are
+    placed one after the other where there is room first: as they come, the large ones first, those that live long, or
+    those that are in use in pieces; whichever takes least.
     """
-    lives = Lives(program, places, root)
+    lives = Lives(program, places, root, pieces)
     wanted = set(buffers)
     given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
-    orders = [given, sorted(given, key=lambda b: -b.type.span), longest]
+    large = sorted(given, key=lambda b: -b.type.span)
+    orders = [given, large, longest, *([sorted(large, key=lambda b: b not in pieces)] if pieces else [])]
     many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
-    tried = (placed(order, _padded, lives.meeting(order)) for order in orders[: 1 if many else 3])
+    tried = (placed(order, lives.pieces, lives.meeting(order)) for order in orders[: 1 if many else None])
     return min(tried, key=lambda x: x[1])
 
 
 def placed(
-    items: Sequence[T], size: Callable[[T], int], meeting: Callable[[int], Sequence[int]]
+    items: Sequence[T], pieces: Callable[[T], Sequence[Piece]], meeting: Callable[[int], Sequence[int]]
 ) -> tuple[dict[T, int], int]:
-    """Where items of these sizes lie, placed in this order, and the total. `meeting` says which of those placed before
-    the one of a number it may not share memory with, by their numbers.
+    """Where items lie, placed in this order, and the total. `meeting` says which of those placed before the one of a
+    number are in use beside it, by their numbers: it shares no memory with the pieces of them that are.
     """
-    taken: list[tuple[int, int]] = []  # offset, end
+    each = [pieces(b) for b in items]
+    offsets: dict[T, int] = {}
     for n, b in enumerate(items):
-        place = 0
-        for start, end in sorted(taken[m] for m in meeting(n)):
-            if start - place >= size(b):
-                break
-            place = max(place, end)
-        taken.append((place, place + size(b)))
-    offsets = {b: place for b, (place, _) in zip(items, taken, strict=True)}
-    return offsets, max((end for _, end in taken), default=0)
+        barred = ((offsets[items[m]], between) for m in meeting(n) for between in _barred(each[n], each[m]))
+        offsets[b] = _first_free((start + low, start + high) for start, (low, high) in barred)
+    return offsets, max((offsets[b] + one[-1].end for b, one in zip(items, each, strict=True)), default=0)
 
 
-def _padded(b: l.Buffer) -> int:
-    """The bytes a temporary takes: what begins after it is aligned."""
-    return padded(b.type.span)
+def _barred(mine: Sequence[Piece], theirs: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """How far behind something else something does not begin, since pieces that are in use together would overlap:
+    farther than one number and less than the other.
+    """
+    alone = len(mine) == len(theirs) == 1  # then they are known to be
+    for p in mine:
+        for q in theirs:
+            if alone or p.beside(q):
+                yield q.start - p.end, q.end - p.start
+
+
+def _first_free(barred: Iterable[tuple[int, int]]) -> int:
+    """The first place that lies between none of these numbers."""
+    found = 0
+    for low, high in sorted(barred):
+        if low >= found:
+            break
+        if high > found:
+            found = padded(high)
+    return found
 
 
 def padded(size: int) -> int:
@@ -125,36 +155,35 @@ def hosts(
     buffers: Sequence[l.Buffer],
     root: Root = ALONE,
     theirs: Collection[l.Buffer] = (),
+    pieces: Pieces = WHOLE,
 ) -> dict[l.Buffer, tuple[l.Buffer, int]]:
-    """Temporaries that lie in the memory of a result, which is written after their last use, and at which offset; none
-    where that does not lower the memory in use at any time. Results that are `theirs` lie in what PyTorch made.
+    """Temporaries that lie in the memory of a result, or a piece of one, which is written after their last use, and at
+    which offset; none where that does not lower the memory in use at any time. Results that are `theirs` lie in what
+    PyTorch made.
     """
-    _, alone = allocate(program, buffers, root=root)
+    _, alone = allocate(program, buffers, root=root, pieces=pieces)
     if alone < WORTH:
         return {}
     called = {root.get(b, b) for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    lives = Lives(program, root=root)
+    lives = Lives(program, root=root, pieces=pieces)
     own = dict.fromkeys(b for b in program.results if b in lives.first)
     rooms = [b for b in own if b not in called and b not in program.inputs and b not in theirs]
     numbers = [lives.number[room] for room in rooms]
+    cut = {n for n, room in enumerate(rooms) if room in pieces}
     lying: list[list[tuple[int, int, int]]] = [[] for _ in rooms]  # numbers of buffers, where they begin and end
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
     for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
-        size = _padded(b)
-        for room in lives.later(b, numbers):
-            if b.type.span > rooms[room].type.span:
-                continue
+        size = b.type.span
+        for room in sorted(cut.union(lives.later(b, numbers))):
+            there = [(q.start, q.end) for q in lives.pieces(rooms[room]) if q.first <= lives.last[b]]
             others = lives.beside(b, [number for number, _, _ in lying[room]])
-            offset = 0
-            for _, start, end in sorted((lying[room][m] for m in others), key=lambda x: x[1:]):
-                if start - offset >= size:
-                    break
-                offset = max(offset, (end + ALIGN - 1) // ALIGN * ALIGN)
-            if offset + b.type.span <= rooms[room].type.span:
+            there += [lying[room][m][1:] for m in others]
+            offset = _first_free((start - size, end) for start, end in there)
+            if offset + size <= rooms[room].type.span:
                 found[b] = rooms[room], offset
-                lying[room].append((lives.number[b], offset, offset + b.type.span))
+                lying[room].append((lives.number[b], offset, padded(offset + size)))
                 break
     if not found:
         return {}
-    _, rest = allocate(program, [b for b in buffers if b not in found], root=root)
+    _, rest = allocate(program, [b for b in buffers if b not in found], root=root, pieces=pieces)
     return found if rest < alone else {}

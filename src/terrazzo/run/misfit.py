@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.tensor import Opaque
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import topological
-from terrazzo.ir.regions import ALIGNED
+from terrazzo.ir.regions import ALIGNED, Piece
 from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
-from terrazzo.run.plan import Plan, Slot, as_rooted, mentioned, places_in, uses, whole_strides
+from terrazzo.run.plan import Plan, Slot, as_rooted, mentioned, pieces, places_in, uses, whole_strides
 from terrazzo.run.taken import adopted, misplaced, roots
 
 
@@ -81,19 +82,25 @@ def shared(plan: Plan) -> str:
         if k in first and s.bytes and s.kind == "arena" and k not in root:
             placed.setdefault(s.within, []).append(k)
     theirs = adopted(plan.slots)
+    lives = pieces(plan, first, last)
     for place, slots in placed.items():
         if place in theirs:
             return f"{plan.slots[place].name} is what another step made, and has room for nothing else"
-        live: dict[int, tuple[int, int]] = {}  # where each that is still used begins and ends
+        live: list[int] = []  # those that are still used
         for a in sorted(slots, key=first.__getitem__):
-            if place is not None and last[a] >= first[place]:
+            mine = [p.at(plan.slots[a].offset) for p in lives[a]]
+            if place is not None and _meet(mine, [replace(p, last=len(plan.steps)) for p in lives[place]]):
                 return f"{plan.slots[a].name} and {plan.slots[place].name} share memory"
-            start, end = plan.slots[a].offset, plan.slots[a].offset + plan.slots[a].bytes
-            live = {b: where for b, where in live.items() if last[b] >= first[a]}
-            if shares := [b for b, (begins, ends) in live.items() if begins < end and start < ends]:
+            live = [b for b in live if last[b] >= first[a]]
+            if shares := [b for b in live if _meet(mine, [p.at(plan.slots[b].offset) for p in lives[b]])]:
                 return f"{plan.slots[shares[0]].name} and {plan.slots[a].name} share memory"
-            live[a] = start, end
+            live.append(a)
     return ""
+
+
+def _meet(mine: Sequence[Piece], theirs: Sequence[Piece]) -> bool:
+    """Whether some pieces of memory are in use together with others and overlap them."""
+    return any(p.beside(q) and p.start < q.end and q.start < p.end for p in mine for q in theirs)
 
 
 def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:

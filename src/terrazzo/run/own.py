@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from terrazzo.ir.torch_types import operator
-from terrazzo.run.arena import padded, placed
-from terrazzo.run.plan import Plan, slots_in, spans
+from terrazzo.run.arena import placed
+from terrazzo.run.plan import Plan, pieces, slots_in, spans
 from terrazzo.run.taken import adopted, roots
 
 LARGE = 1 << 20
@@ -86,7 +86,7 @@ def _apart(plan: Plan, temporary: Sequence[int], size: float) -> Layout:
     def meeting(n: int) -> list[int]:
         return [m for m in range(n) if not (last[rest[m]] < first[rest[n]] or last[rest[n]] < first[rest[m]])]
 
-    offsets, end = placed(rest, lambda k: padded(plan.slots[k].bytes), meeting)
+    offsets, end = placed(rest, pieces(plan, first, last).__getitem__, meeting)
     return Layout(offsets, end, large)
 
 

@@ -18,9 +18,9 @@ from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.in_place import taken_over
-from terrazzo.ir.regions import NONE, Regions, regions
+from terrazzo.ir.regions import NONE, Piece, Regions, lived, regions
 from terrazzo.ir.types import DTYPES, DType, Type
-from terrazzo.run.arena import allocate, hosts
+from terrazzo.run.arena import allocate, hosts, padded
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
 from terrazzo.run.taken import rooted, roots
 
@@ -204,6 +204,18 @@ def spans(plan: Plan, moved: Collection[int] = ()) -> tuple[dict[int, int], dict
     return first, last
 
 
+def pieces(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> dict[int, list[Piece]]:
+    """When the pieces of slots are in use, of steps one after the other: of those that others are regions of each by
+    itself, of others all from the first step to the last.
+    """
+    wholes = {s.of for s in plan.slots if s.of is not None}
+    placed = ((n, k, plan.slots[k]) for n, s in enumerate(plan.steps) for k in mentioned(s))
+    of = [(n, k if s.of is None else s.of, s.start, s.start + s.bytes) for n, k, s in placed]
+    found = lived([use for use in of if use[1] in wholes])
+    rest = (k for k in first if k not in found)
+    return found | {k: [Piece(0, padded(plan.slots[k].bytes), first[k], last[k])] for k in rest}
+
+
 def make(
     program: l.Program | kernel.Program, entries: Mapping[Any, Entry], processors: int = 0, onto: Onto = NOTHING
 ) -> Plan:
@@ -238,7 +250,8 @@ def _made(
 ) -> Plan:
     whole = named.wholes
     written = (whole.get(b, b) for s in program.steps for b in s.writes)
-    buffers = list(dict.fromkeys([*program.inputs, *written, *whole]))
+    there = {b for s in program.steps for b in (*s.reads, *s.writes)}
+    buffers = list(dict.fromkeys([*program.inputs, *written, *(b for b in whole if b in there)]))
     number = {b: k for k, b in enumerate(buffers)}
     called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
     own = set(program.inputs) | set(program.results) | called
@@ -247,8 +260,9 @@ def _made(
     root = rooted(taken, program.results, called) | whole
     theirs = {b for b, old in taken.items() if b in program.results and old in called}
     temporaries = [b for b in buffers if b not in own and b not in root]
-    within = {} if apart else hosts(program, temporaries, root, theirs)
-    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root)
+    pieces = {} if apart else named.pieces(program.steps)
+    within = {} if apart else hosts(program, temporaries, root, theirs, pieces)
+    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root, pieces)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
     inputs, ends = frozenset(program.inputs), frozenset(program.results)

@@ -1,9 +1,11 @@
-"""What schedules store first, such as patches of images, is there in windows where much memory is in use.
+"""What schedules store first, such as patches of images, is there in windows where much memory is in use; and what
+makes something for several kernels of one that schedules took apart is several, too.
 
 A product whose operands are stored first has them in memory beside all else, and patches that overlap are many times
-what their image is. Kernels of Loop IR do not tell that before they have schedules. So it is asked for afterwards, with
-the rule that has parts of numbers in windows (`rules/loop/memory/in_windows.py`), and who runs in windows is scheduled
-again.
+what their image is. Products of one kernel may run one after the other, so that only one needs its factors at a time.
+Kernels of Loop IR do not tell that before they have schedules. So it is asked for afterwards, with the rules that have
+parts of numbers in windows (`rules/loop/memory/in_windows.py`) and divide kernels (`rules/loop/memory/divided.py`), and
+who is another kernel then is scheduled again.
 """
 
 from __future__ import annotations
@@ -14,11 +16,16 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.schedule import Schedule
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.memory.divided import divide
 from terrazzo.rules.loop.memory.in_windows import WORTH, Price, in_windows
-from terrazzo.rules.loop.memory.lifetimes import in_use
+from terrazzo.rules.loop.memory.lifetimes import in_use, kernels_in_order
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
 
 PASS = "schedule"
+ROUNDS = 8
+"""How often kernels are divided, and steps put in order, at most."""
+Scheduled = Callable[[l.Program, Log], tile.Program]
 
 
 def copies_in_windows(
@@ -26,7 +33,7 @@ def copies_in_windows(
     done: tile.Program,
     log: Log,
     price: Price,
-    schedule: Callable[[l.Program, Log], tile.Program],
+    schedule: Scheduled,
     worth: int = WORTH,
 ) -> tile.Program:
     """`done`, the schedules of a program, with what stores more than that did, and those that read it, in windows where
@@ -35,6 +42,26 @@ def copies_in_windows(
     before = {*given.steps}
     told = Log(applications=None if log.applications is None else [])
     lean = in_windows(done.loop, told, price, lambda maker: maker not in before, worth, PASS)
+    return _again(done, lean, log, told, schedule)
+
+
+def makers_divided(done: tile.Program, log: Log, rates: Rates, schedule: Scheduled) -> tile.Program:
+    """`done`, the schedules of a program, with kernels divided that make something for several, as often as steps in
+    another order then let it be done again.
+    """
+    for _ in range(ROUNDS):
+        told = Log(applications=None if log.applications is None else [])
+        divided = _again(done, divide(done.loop, told, rates, pass_name=PASS), log, told, schedule)
+        if divided is done:
+            break
+        done = kernels_in_order(divided, log, PASS)
+    return done
+
+
+def _again(done: tile.Program, lean: l.Program, log: Log, told: Log, schedule: Scheduled) -> tile.Program:
+    """The schedules of a leaner program, which are those of `done` where kernels are the same; `done` if nothing is
+    gained.
+    """
     if lean is done.loop:
         return done
     known = {done.loop.steps[n]: s for n, s in done.schedules}
@@ -45,13 +72,13 @@ def copies_in_windows(
             if not s.carried and (flat := collapse(s)) is not s:  # as a copy was, when its schedule was chosen
                 told.applied(PASS, "collapse", s.name, [s], [flat])
                 s = flat
-            part = schedule(l.Program(given.name, given.inputs, (s,), given.results), told)
+            part = schedule(l.Program(lean.name, lean.inputs, (s,), lean.results), told)
             schedules += [(len(steps) + n, x) for n, x in part.schedules]
             steps += part.loop.steps
         else:
             schedules += [(len(steps), known[s])] if s in known else []
             steps.append(s)
-    made = l.Program(given.name, given.inputs, tuple(steps), given.results)
+    made = l.Program(lean.name, lean.inputs, tuple(steps), lean.results)
     if _most(made) >= _most(done.loop):  # who was scheduled again stores something else now
         return done
     for event in told.events:

@@ -48,7 +48,7 @@ class _Way:
     steps: tuple[l.Kernel | l.Call, ...]
 
 
-def divide(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.Program:
+def divide(program: l.Program, log: Log, rates: Rates, worth: int = WORTH, pass_name: str = PASS) -> l.Program:
     """`program` with kernels that store several things as several, which run apart, as long as the part of memory that
     this saves is several times the part of the time that it takes.
 
@@ -161,8 +161,8 @@ def divide(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.
             least, taken = less, len(found)
     for way, most, less, more in found[:taken]:
         why = f"{most / 1e6:.1f} MB are in use, and {less / 1e6:.1f} MB then, for {more / 1000:.1f} us more"
-        log.add(Event(PASS, RULE, way.kernel.name, True, f"{len(way.parts)} kernels: {why}"))
-        log.applied(PASS, RULE, way.kernel.name, [way.kernel], list(way.parts))
+        log.add(Event(pass_name, RULE, way.kernel.name, True, f"{len(way.parts)} kernels: {why}"))
+        log.applied(pass_name, RULE, way.kernel.name, [way.kernel], list(way.parts))
     steps = found[taken - 1][0].steps if taken else program.steps
     return l.Program(program.name, program.inputs, steps, program.results) if taken else program
 

@@ -8,7 +8,6 @@ are views of it, and results are stored where the whole result is (`ir/regions.p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
@@ -31,7 +30,7 @@ RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
 LOSS = 0.05
 """The part of the time of a program that is given for memory at most."""
-WORTH = 64 << 20
+WORTH = 32 << 20
 """Bytes in use from which on it is asked: below, what is faster is taken."""
 SAVED = 0.02
 """The part of what is in use from which on it is worth having, or twice as many windows are."""
@@ -41,6 +40,8 @@ PATIENCE = 2
 """Of how many in a row that take too much time no more are tried."""
 ROWS = 64, 1024
 """Of what a window of a long axis is a multiple: the rows of a tile, or of so many that they fill a GPU."""
+DEEP = 3
+"""How many times something is cut: windows are cut again where all that can be is in windows."""
 ROUNDS = 64
 """How often it is looked where most memory is in use."""
 LARGEST = 4
@@ -119,33 +120,40 @@ def in_windows(
         return (y,)
     """
     highest = least = max(in_use(program.steps, program.results), default=0)
-    now, whole, spent, taken = program, 0.0, 0.0, 0
+    now, whole, spent, taken, begun, deep = program, 0.0, 0.0, 0, 0, 1
     found: list[tuple[_Done, int, float]] = []
     sizes: dict[Any, int] = {}
     for _ in range(ROUNDS):
         used = in_use(now.steps, now.results)
         if (most := max(used, default=0)) < worth:
             break
-        forms = Counter(nameless(s) for s in now.steps if isinstance(s, l.Kernel))
+        forms: dict[l.Kernel, list[int]] = {}
+        for s, n in zip(now.steps, used, strict=True):
+            if isinstance(s, l.Kernel):
+                forms.setdefault(nameless(s), []).append(n)
         best: tuple[float, float, _Done] | None = None
-        floor = max((x.least for x, *_ in found), default=0)  # what is in windows is so once
+        floor = max((x.least for x, *_ in found[begun:]), default=0)
         for group in _groups(now, used.index(most), wanted):
             form, *others = map(nameless, group.readers)
-            alike, size = forms[form], sizes.get((form, *others), 0)  # other layers take as long for no more windows
+            size = sizes.get((form, *others), 0)  # other layers take as long for no more windows
             ways = [x for x in _counted(now, group, used.index(most)) if x.size >= size]
             if not ways or _gain(ways[-1], most, floor, 0.0) <= (best[0] if best else 0.0):
                 continue
             whole = whole or max(price(program.steps), 1.0)
             slow = 0
             for done in ways:
+                alike = max(sum(n > done.least for n in forms[form]), 1)
                 more = max(price(done.come) - price(done.gone), 0.0)
                 slow = slow + 1 if spent + alike * more > LOSS * whole else 0
                 if slow == PATIENCE:
                     break
                 if not slow and (gain := _gain(done, most, floor, alike * more / whole)) > (best[0] if best else 0.0):
                     best = gain, more, done
-        if best is None:
+        if best is None and (deep == DEEP or begun == len(found)):
             break
+        if best is None:
+            begun, deep = len(found), deep + 1
+            continue
         _, more, done = best
         now, spent = done.program, spent + more
         sizes[tuple(map(nameless, done.group.readers))] = done.size
@@ -309,11 +317,12 @@ class _Done:
 
 
 def _sizes(extent: int) -> list[int]:
-    """The sizes that windows of an axis may have, the largest first."""
-    found = set[int]()
+    """The sizes that windows of an axis may have, the largest first: equal parts, which may be whole images, or such as
+    are multiples of rows.
+    """
+    found = {extent // count for count in COUNTS if extent % count == 0}
     for size in (-(-extent // count) for count in COUNTS):
         found |= {-(-size // n) * n for n in ROWS if size >= n}
-        found |= {size} if size < ROWS[0] and extent % size == 0 else set()
     return sorted((n for n in found if n < extent), reverse=True)
 
 

@@ -133,24 +133,30 @@ def reads_of(steps: Steps) -> dict[l.Buffer, list[int]]:
 
 def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None) -> list[int]:
     """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
-    these read, as far as their terms allow (or `among` these), and regions where they are ones of.
+    these read, as far as their terms allow (or `among` these), and regions where they are ones of: each piece of these
+    while it is in use.
     """
     among = pairs(steps) if among is None else among
     named = regions(steps, results)
-    whole, moved = named.wholes, [s for s in steps if s not in named.calls] if named.calls else steps
+    moved = [s for s in steps if s not in named.calls] if named.calls else steps
+    pieces = named.pieces(moved) if named.calls else {}
     last = {b: k for k, s in enumerate(moved) for b in (*s.reads, *s.writes)}
-    for b in [b for b in last if b in whole]:
-        last[whole[b]] = max(last.pop(b), last.get(whole[b], 0))
     last |= dict.fromkeys(results, len(moved))
     last |= {b: last[b] - 1 for b in taken_over(moved, results, among, apart=named.touched).values()}
     change = [0] * (len(moved) + 2)
     there: set[l.Buffer] = set()
     for k, s in enumerate(moved):
         for b in dict.fromkeys(s.writes):
-            if (b := whole.get(b, b)) not in there:
-                there.add(b)
+            b, _ = named.of.get(b, (b, 0))
+            if b in there:
+                continue
+            there.add(b)
+            if b not in pieces:
                 change[k] += b.type.span
                 change[last[b] + 1] -= b.type.span
+            for p in pieces.get(b, ()):
+                change[p.first] += p.end - p.start
+                change[(len(moved) if b in results else p.last) + 1] -= p.end - p.start
     found, now, more = list[int](), 0, iter(change)
     for s in steps:  # what only names memory changes nothing
         now += 0 if s in named.calls else next(more)

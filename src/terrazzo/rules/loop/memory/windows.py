@@ -12,12 +12,10 @@ from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import substitute
-from terrazzo.ir.regions import WHOLE, WINDOW
+from terrazzo.ir.regions import LINE, WHOLE, WINDOW
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.loop.definitions import unused
 
-LINE = 256
-"""Bytes at multiples of which these windows begin: two kernels share no line of memory."""
 Range = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a window begins in each dimension, and how large it is."""
 

@@ -38,11 +38,13 @@ def gain(
     """The nanoseconds gained by `after`, the last of which multiplies parts, in place of `before`; or why they are not
     worth having.
     """
-    time, why = _in_parts(after, gpu, lost)
-    if why or chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
+    if chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
+        return 0.0, chains.refusal(after[-1], gpu, lost)
+    old, made = expected(before, gpu), expected(after[:-1], gpu)
+    time, why = _in_parts(after[-1], gpu, lost, old - made)
+    if why:
         return 0.0, why
-    old = expected(before, gpu)
-    new = time + expected(after[:-1], gpu)
+    new = time + made
     told = f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
     return old - new, "" if new < old else told
 
@@ -75,42 +77,43 @@ def _short(p: Product, least: float) -> str:
     return few if depth < DEPTH and least <= SCALE**-2 else ""
 
 
-def _in_parts(after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
-    """What the last of the kernels, a product of parts, takes on warpgroups; or why it is none that they take."""
-    if chain(after[-1]) is not None:
-        why = chains.refusal(after[-1], gpu, lost)
-        return (math.inf if why else 0.0), why
-    if (p := product(after[-1])) is None:
-        return math.inf, no_product(after[-1]) or "it is no product"
-    whole = product(merged(after[-1], p, gpu).kernel) or p
+def _in_parts(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
+    """What a product of parts takes on warpgroups; or why it is none that they take. Whether a kernel can be derived is
+    asked only where it takes less than `most` nanoseconds.
+    """
+    if (p := product(kernel)) is None:
+        return math.inf, no_product(kernel) or "it is no product"
+    whole = product(merged(kernel, p, gpu).kernel) or p
     if why := _few(whole.m.extent, whole.n.extent) or _short(whole, min(min(c.scales) for c in whole.sites)):
         return math.inf, why
-    time, why = _multiplied(after[-1], gpu, lost)
-    if len(each := products_apart(after[-1])) > 1:  # fewer parts of more products fit in a tile together
-        found = [_multiplied(x, gpu, lost) for x in each]
+    time, why = _multiplied(kernel, gpu, lost, most)
+    if len(each := products_apart(kernel)) > 1:  # fewer parts of more products fit in a tile together
+        found = [_multiplied(x, gpu, lost, most) for x in each]
         if (apart := sum(t for t, _ in found)) < time:
             time, why = apart, ""
     return time, why
 
 
-def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
     """What a product takes on warpgroups; or why it does not run there."""
     forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
     if not forms:
         image, why = boxes.moved(kernel)
         if image is not None:
-            return _boxed(image, gpu, lost)
+            return _boxed(image, gpu, lost, most)
         p = product(kernel)
         return math.inf, why or (warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel))
-    return _built(forms, gpu, lost)
+    return _built(forms, gpu, lost, most)
 
 
-def _boxed(image: boxes.Moved, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+def _boxed(image: boxes.Moved, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
     """What the best of a product's boxes takes where a kernel can be derived that was not lost; or why there is
     none.
     """
     why = "no box of it is filled by half"
     for plan in boxes.plans(image, gpu):
+        if BOXED * plan.time >= most:
+            return BOXED * plan.time, ""
         made = derived(image.kernel, boxes.schedule(image, plan, gpu), gpu)
         why = made.reason if isinstance(made, Refused) else lost(made)
         if not why:
@@ -118,7 +121,7 @@ def _boxed(image: boxes.Moved, gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tup
     return math.inf, why
 
 
-def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) -> tuple[float, str]:
+def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
     """What the best plan on warpgroups takes, in one piece or in several, where a kernel can be derived that was not
     lost; or why there is none.
     """
@@ -126,8 +129,11 @@ def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str]) 
     for p in forms:
         plans = warpgroups.plans(p, gpu)
         for plan in [x for x in plans if x.pieces == 1][: tiles.MOST]:
+            time = min(x.time for x in plans if x is plan or x.pieces > 1)
+            if time >= most:
+                return time, ""
             made = derived(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
             why = made.reason if isinstance(made, Refused) else lost(made)
             if not why:
-                return min(x.time for x in plans if x is plan or x.pieces > 1), ""
+                return time, ""
     return math.inf, why
