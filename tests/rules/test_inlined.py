@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import product, sites
+from terrazzo.ir.text import parse
+from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import cost
+from terrazzo.rules.loop.fusion.fuse import fuse
 from terrazzo.targets import target
 
 UPPER = LOWER[: LOWER.index("fuse") + 1]
@@ -106,3 +109,34 @@ def test_queries_of_few_tokens_are_turned_before_their_scores(heads: int) -> Non
     shapes = [(1, heads, 32, 128)] * 3 + [(1, 1, 32, 128)] * 2
     kernels = fused(turned, shapes, torch.bfloat16, "sm_90a")
     assert [len(x.reads) for x in kernels if sites(x).contractions] == [2, 2]
+
+
+def test_a_view_that_is_stored_beside_something_else_leaves_that_alone() -> None:
+    """Readers of the view look through it; who stores it stores the other thing for its own readers."""
+    text = (
+        "@loop\n"
+        "def f(x: f32[4, 4]):\n"
+        "    with kernel('t', t=f32[4, 4], u=f32[4, 4]):\n"
+        "        for a0 in free(4):\n"
+        "            for a1 in free(4):\n"
+        "                in0 = x[a1, a0]\n"
+        "                v0 = exp(in0)\n"
+        "                t[a0, a1] = in0\n"
+        "                u[a0, a1] = v0\n"
+        "    with kernel('z', z=f32[4, 4]):\n"
+        "        for a0 in free(4):\n"
+        "            for a1 in free(4):\n"
+        "                in0 = t[a1, a0]\n"
+        "                v0 = tanh(in0)\n"
+        "                z[a0, a1] = v0\n"
+        "    with kernel('y', y=f32[4, 4]):\n"
+        "        for a0 in free(4):\n"
+        "            for a1 in free(4):\n"
+        "                in0 = u[a1, a0]\n"
+        "                v0 = tanh(in0)\n"
+        "                y[a0, a1] = v0\n"
+        "    return (z, y)\n"
+    )
+    fused = fuse(parse(text), Log(), target("cpu").rates)
+    assert not problem(fused)
+    assert {b.name for s in fused.steps for b in s.writes} >= {"z", "y"}

@@ -6,7 +6,8 @@ The gradient of scores s with weights w = softmax(s), gradients dw of these and 
 
 where g is the gradient of o. PyTorch's graph has the left forms, so its backward part would compute the softmax of all
 scores again, and their product with v, to have two numbers for each row. With the right ones it keeps the first number,
-and makes the second one of results that are there anyway.
+and makes the second one of results that are there anyway. Where scores are not only products, the first one is kept as
+two, the largest score and the logarithm of the sum over that: added up, the second one may be lost.
 """
 
 from __future__ import annotations
@@ -63,13 +64,17 @@ def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set
     scores = found.softmax.args[0]
     top = before.add(aten.amax.default, scores, [-1], True)
     each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
-    total = before.add(aten.sum.dim_IntList, each, [-1], True)
-    rows = before.add(aten.add.Tensor, top, before.add(aten.log.default, total))
+    rows = before.add(aten.log.default, before.add(aten.sum.dim_IntList, each, [-1], True))
+    apart = not _of_products(scores)
+    none = before.add(aten.eq.Scalar, top, -math.inf)
+    if not apart:
+        rows = before.add(aten.add.Tensor, top, rows)
     whole = _whole(found.weights)
     if whole is not found.softmax:  # exp(-inf - inf) is the 0 that rows have of which all is hidden
-        none = before.add(aten.eq.Scalar, top, -math.inf)
         rows = before.add(aten.where.self, none, before.add(aten.full_like.default, rows, math.inf), rows)
-    above = before.add(aten.sub.Tensor, scores, rows)
+        top = before.add(aten.where.self, none, before.add(aten.zeros_like.default, top), top)
+    moved = before.add(aten.sub.Tensor, scores, top) if apart else scores
+    above = before.add(aten.sub.Tensor, moved, rows)
     weights = before.add(aten.exp.default, above)
     stored, more = _kept_results(graph, results, again)
     last = Nodes(graph, found.end)
@@ -78,8 +83,47 @@ def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set
     end = last.add(aten.mul.Tensor, weights, last.add(aten.sub.Tensor, found.above, summed))
     found.end.replace_all_uses_with(end)
     whole.replace_all_uses_with(weights)
-    kept |= {rows, stored}
-    again |= {above, weights}
+    kept |= {rows, stored, *([top] if apart else [])}
+    again |= {above, weights, *([moved] if apart else [])}
+
+
+def _of_products(scores: Any) -> bool:
+    """Whether scores are products, or multiples of these, and -inf where they are hidden: the largest of a row has the
+    rounding of a product then, and one number that it is added to loses no more. Of others nobody knows: where all of a
+    row are hidden by -1e9, nothing of the logarithm of their number is left beside that.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    node = _seen(scores)
+    args = [x for x in node.args if isinstance(x, torch.fx.Node)]
+    if node.target in (aten.bmm.default, aten.mm.default):
+        return True
+    if node.target in (aten._to_copy.default, aten.neg.default, aten.tanh.default, aten.permute.default):
+        return _of_products(args[0])
+    if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
+        return any(_of_products(x) for x in args[: 2 if "mul" in str(node.target) else 1])
+    if node.target == aten.where.self:
+        return all(_constant(x) == {-math.inf} or _of_products(x) for x in args[1:])
+    if node.target == aten.add.Tensor and len(args) == 2:
+        return any(_constant(x) <= {0.0, -math.inf} and _of_products(y) for x, y in (args, args[::-1]))
+    return False
+
+
+def _constant(node: Any) -> set[Any]:
+    """The numbers that a node is made of, wherever which is; None among them where there are others."""
+    import torch
+
+    aten = torch.ops.aten
+    views = (aten.view.default, aten.expand.default, aten.alias.default, aten.unsqueeze.default, aten._to_copy.default)
+    while node.target in views:
+        node = node.args[0]
+    made = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+    if node.target in made:
+        return {node.args[made[node.target]]}
+    if node.target in (aten.zeros_like.default, aten.zeros.default):
+        return {0.0}
+    return _constant(node.args[1]) | _constant(node.args[2]) if node.target == aten.where.self else {None}
 
 
 def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[Any, Any]:

@@ -28,11 +28,12 @@ def operand_text(term: Node) -> str:
 
 def brought(draft: Draft, product: Product) -> list[Node]:
     """The operands of a product that come from memory, each once."""
+    rows = axis_called(draft, product.m)
     found: list[Any] = []
     for name in product.sites:
         c = draft.products[name]
         for pair in c.terms:
-            a, b = pair if axis_called(draft, product.m) in pair[0].free else pair[::-1]
+            a, b = pair if rows in pair[0].free else pair[::-1]
             for f, source in ((a, product.a), (b, product.b)):
                 if source not in COMPUTED:
                     found += [made_of(f) if source == CONVERTED else operand(f)]

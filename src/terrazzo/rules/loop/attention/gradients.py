@@ -9,8 +9,9 @@ Three rewrites, each found in the terms:
 - `row_sums`: sums change places. sum_k w[i, k] * (sum_d g[i, d] * v[k, d]) = sum_d g[i, d] * o[i, d], a sum over d of
   what is stored anyway. So ds is computed where dw is, point by point. In float32 only where that makes a chain: what
   tensor cores cut off of dw and of o is not the same part of either, so rows of ds no longer add up to 0.
-- `weights_again`: w = exp(s - t), where t = max(s) + log(sum(exp(s - max(s)))) is a number for each row. The gradient
-  computes s again, so that the first product alone reads the weights, and what is kept of them is t.
+- `weights_again`: w = exp(s - t), where t = max(s) + log(sum(exp(s - max(s)))) is a number for each row, or two, where
+  s is not only products. The gradient computes s again, so that the first product alone reads the weights, and what is
+  kept of them is t.
 - `rounded_factors`: weights, and what is a multiple of them, are rounded to the 16 bits of what they are multiplied
   with, where the product is rounded to 16 bits too. PyTorch's own kernels do so, forward and backward.
 """
@@ -32,7 +33,7 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.attention.softmax import Exponential, Softmax, exponentials, softmaxes
+from terrazzo.rules.loop.attention.softmax import Exponential, Softmax, exponentials, of_products, softmaxes
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.edited import FAR, Edited, kernels_of
 from terrazzo.rules.loop.precision.rounded import aligned
@@ -226,15 +227,24 @@ class _Gradients(Edited):
         made: dict[l.Buffer, l.Kernel] = {}
         score = self.again(w, w.score, made)
         rows, (store,) = tuple(w.rows), w.kernel.stores
-        sums = l.Buffer(self.fresh(f"{w.buffer.name}_sums"), Type(w.top.dtype, tuple(a.extent for a in rows)))
-        total = l.apply("add", w.top, l.apply("log", w.total))
+        kept = Type(w.top.dtype, tuple(a.extent for a in rows))
+        numbers = [l.apply("log", w.total)]
+        if of_products(self.known, w.score):
+            numbers = [l.apply("add", w.top, numbers[0])]
+        else:
+            no = None if w.empty is None else l.apply("where", w.empty, l.Literal(0.0, w.top.dtype), w.top)
+            numbers = [w.top if no is None else no, *numbers]
         if w.empty is not None:
-            total = l.apply("where", w.empty, l.Literal(math.inf, total.dtype), total)
+            numbers[-1] = l.apply("where", w.empty, l.Literal(math.inf, w.top.dtype), numbers[-1])
+        sums = [l.Buffer(self.fresh(f"{w.buffer.name}_{name}"), kept) for name in ("sums", "top")[: len(numbers)]][::-1]
         columns = (*rows, w.column)
-        stored = l.Kernel(w.kernel.name, columns, (l.Store(sums, rows, total), store), w.kernel.source)
-        weights, changed = self.rounded(w, columns, l.apply("sub", score, l.Load(sums, rows)), kind, others)
+        stores = (*(l.Store(b, rows, x) for b, x in zip(sums, numbers, strict=True)), store)
+        stored = l.Kernel(w.kernel.name, columns, stores, w.kernel.source)
+        above = reduce(lambda x, b: l.apply("sub", x, l.Load(b, rows)), sums, score)
+        weights, changed = self.rounded(w, columns, above, kind, others)
         self.replace({w.kernel: [stored, *made.values(), weights], **changed})
-        what = f"{result.buffer.name} alone reads it; the others read {weights.name}, made of {sums.name}"
+        named = " and ".join(b.name for b in sums)
+        what = f"{result.buffer.name} alone reads it; the others read {weights.name}, made of {named}"
         self.say("weights_again", w.buffer.name, what)
 
     def rounded(
@@ -267,7 +277,8 @@ class _Gradients(Edited):
         if w.buffer in self.known.kept or len(kinds) != 1 or next(iter(kinds)) == "f16":
             return
         (kind,) = kinds.values()
-        weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", w.score, w.row), kind, readers)
+        score = w.score if w.top is None else l.apply("sub", w.score, w.top)
+        weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", score, w.row), kind, readers)
         self.replace({w.kernel: [weights], **changed})
         self.say("weights_again", w.buffer.name, f"{weights.name} has them in {kind.name}, made of {w.row.buffer.name}")
 
@@ -281,17 +292,19 @@ class _Gradients(Edited):
             term = self.known.of(x) if inner else None
             return x if term is None else transform(term, visit)
 
-        maker = self.known.makers.get(w.row.buffer)
-        if maker is None or not w.row.free <= {*w.kernel.axes}:
+        numbers = [x for x in (w.top, w.row) if x is not None]
+        makers = [m for x in numbers if (m := self.known.makers.get(x.buffer)) is not None]
+        if len(makers) < len(numbers) or not all(x.free <= {*w.kernel.axes} for x in numbers):
             return
-        row = transform(self.known.of(w.row), visit)
-        if not any(isinstance(x, l.Reduce) for x in topological([row])):
+        rows = [transform(self.known.of(x), visit) for x in numbers]
+        if not all(any(isinstance(x, l.Reduce) for x in topological([row])) for row in rows):
             return
         (store,) = w.kernel.stores
-        weight = l.apply("exp", l.apply("sub", w.score, row))
-        stores = l.Store(w.row.buffer, w.row.index, row), l.Store(store.buffer, store.index, weight)
+        weight = l.apply("exp", reduce(partial(l.apply, "sub"), rows, w.score))
+        stores = (*(l.Store(x.buffer, x.index, row) for x, row in zip(numbers, rows, strict=True)),
+                  l.Store(store.buffer, store.index, weight))  # fmt: skip
         both = l.Kernel(w.kernel.name, w.kernel.axes, stores, w.kernel.source)
-        self.replace({w.kernel: [both], maker: []})
+        self.replace({w.kernel: [both], **{m: [] for m in makers}})
         self.say("weights_again", w.buffer.name, f"its kernel stores {w.row.buffer.name} too")
 
     def multiple_of(self, x: Any, buffer: l.Buffer) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
 from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute
@@ -77,13 +78,14 @@ def softmax(known: Definitions, kernel: l.Kernel) -> Softmax | None:
 @dataclass(frozen=True)
 class Exponential:
     """A kernel that stores exp(score - row) along `column`, where `row` is a number of each row that is stored: the
-    logarithm of its sum, which another program keeps, or is given.
+    logarithm of its sum, which another program keeps, or is given. Or exp(score - top - row), of two such numbers.
     """
 
     kernel: l.Kernel
     column: Var
     score: Any
     row: l.Load
+    top: l.Load | None = None
 
     @property
     def buffer(self) -> l.Buffer:
@@ -105,14 +107,57 @@ def _exponential(known: Definitions, kernel: l.Kernel) -> Exponential | None:
             return None
     match known.unfold(difference):
         case l.Apply(fn=fn, args=(score, row)) if fn.name == "sub":
-            while isinstance(row, l.Load) and row.buffer not in known.kept and isinstance(known.of(row), l.Load):
-                row = known.of(row)
+            row = _kept(known, row)
         case _:
             return None
     columns = [a for a in kernel.axes if a in score.free and a not in row.free]
     if len(columns) != 1 or not isinstance(row, l.Load) or row.inside:
         return None
+    match known.unfold(score):
+        case l.Apply(fn=fn, args=(whole, top)) if fn.name == "sub" and columns[0] not in top.free:
+            top = _kept(known, top)
+            if isinstance(top, l.Load) and top.buffer in known.kept and not top.inside:
+                return Exponential(kernel, columns[0], whole, row, top)
     return Exponential(kernel, columns[0], score, row)
+
+
+def _kept(known: Definitions, x: Any) -> Any:
+    """A term; where it is loaded, from where the program keeps it."""
+    while isinstance(x, l.Load) and x.buffer not in known.kept and isinstance(known.of(x), l.Load):
+        x = known.of(x)
+    return x
+
+
+def of_products(known: Definitions, score: Any) -> bool:
+    """Whether scores are products, or multiples of these, and -inf where they are hidden. The largest of a row has the
+    rounding of a product then, and one number that it is added to loses no more. Of others nobody knows: where all of a
+    row are hidden by -1e9, nothing of the logarithm of their number is left beside that.
+    """
+    x = known.unfold(score)
+    if isinstance(x, l.Reduce):
+        return bool(x.monoid.name == "sum")
+    if not isinstance(x, l.Apply):
+        return False
+    if x.fn.name == "where":
+        hidden = [isinstance(a, l.Literal) and a.value == -math.inf for a in x.args[1:]]
+        return all(h or of_products(known, a) for h, a in zip(hidden, x.args[1:], strict=True)) and not all(hidden)
+    if x.fn.name == "add":
+        return any(
+            _constants(known, a) <= {0.0, -math.inf} and of_products(known, b) for a, b in (x.args, x.args[::-1])
+        )
+    if x.fn.name in ("mul", "div"):
+        return any(of_products(known, a) for a in x.args[: 2 if x.fn.name == "mul" else 1])
+    return (is_cast(x.fn) or x.fn.name in ("neg", "tanh")) and of_products(known, x.args[0])
+
+
+def _constants(known: Definitions, x: Any) -> set[Any]:
+    """The numbers that a term is one of; None among them where it may be others."""
+    x = known.core(x)
+    if isinstance(x, l.Literal):
+        return {x.value}
+    if isinstance(x, l.Apply) and x.fn.name == "where":
+        return _constants(known, x.args[1]) | _constants(known, x.args[2])
+    return {None}
 
 
 def _over(axis: Var, name: str, term: Any) -> l.Reduce:

@@ -82,6 +82,13 @@ def apart(x: Any, axis: Var) -> tuple[Any, Any]:
     return x, None
 
 
+def _summands(t: Any) -> list[Any]:
+    """What a term adds up, in order."""
+    if isinstance(t, l.Apply) and t.fn.name == "add":
+        return [y for x in t.args for y in _summands(x)]
+    return [] if t is None else [t]
+
+
 @dataclass
 class Known:
     """What reductions over an axis are, given that of `scores`: the `highest`, the `sums` of weights in its frame, and
@@ -100,7 +107,9 @@ class Known:
         """What weights exp(score - t) are as multiples of those in the frame; None where they are the same."""
         if t is self.top:
             return None
-        above = self.highest if t is None else l.apply("sub", self.highest, self.rewritten(t))
+        above = self.highest
+        for part in _summands(t):  # one by one: beside a highest score of -1e9 the logarithm of a sum is lost
+            above = l.apply("sub", above, self.rewritten(part))
         return l.apply("exp", above)
 
     @property

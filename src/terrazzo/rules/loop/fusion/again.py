@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any
 
@@ -200,6 +200,7 @@ def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
 def _simpler(x: Any) -> Any:
     """A factor that is rounded to 16 bits made of what is not rounded on the way to it. A weight exp(c * (score - t)),
     t a number for each row, is 0 where its score is hidden, and c t is subtracted from multiples of scores elsewhere.
+    Where t is two numbers, they are subtracted one after the other.
     """
     if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype.is_float and x.dtype.size == 2:
         return l.Apply(x.fn, (unrounded(x.args[0]),))
@@ -215,12 +216,13 @@ def _weight(exp: Any, score: Any, t: Any, by: l.Literal) -> Any:
     columns = [a for a in score.free if a not in t.free]
     if len(columns) != 1:
         return l.Apply(exp, (l.apply("mul", l.apply("sub", score, t), by),))
+    tops = []
+    while isinstance(score, l.Apply) and score.fn.name == "sub" and columns[0] not in score.args[1].free:
+        score, top = score.args
+        tops.append(top)
     bare, seen = apart(score, columns[0])
-    early = stays_finite(bare, by.value)
-    x = (
-        l.apply("sub", scaled(bare, by.value), l.apply("mul", t, by))
-        if early
-        else l.apply("mul", l.apply("sub", bare, t), by)
-    )
+    early = not tops and stays_finite(bare, by.value)  # a score of -1e9 less the largest is 0 before both are rounded
+    below = reduce(lambda x, y: l.apply("sub", x, y), (*reversed(tops), t), bare)
+    x = l.apply("sub", scaled(bare, by.value), l.apply("mul", t, by)) if early else l.apply("mul", below, by)
     weight = l.Apply(exp, (x,))
     return l.apply("where", seen, weight, l.Literal(0.0, weight.dtype)) if seen is not None else weight

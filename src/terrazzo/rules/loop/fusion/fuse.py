@@ -143,7 +143,8 @@ class _Fusion:
         for i in list(self.kernels):
             kernel = self.kernels[i]
             value, buffer = kernel.form.stores[0].value, kernel.writes[0]
-            if not is_view(value) or self._rounds(value) or buffer.name in self.pinned:
+            alone = len(kernel.writes) == 1  # who stores other things besides goes on doing so
+            if not alone or not is_view(value) or self._rounds(value) or buffer.name in self.pinned:
                 continue
             for j in sorted(self.readers.get(buffer, ())):
                 new = self.viewed(kernel, self.kernels[j])

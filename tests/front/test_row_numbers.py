@@ -1,0 +1,176 @@
+"""What a training graph keeps of attention's rows: right also where all keys of a row are hidden by a finite number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.nn import functional as F
+
+from terrazzo.front.capture import attention_by_definition, capture
+from terrazzo.front.decompositions import table
+from terrazzo.front.partition import partition
+from terrazzo.interp import loop as interpreter
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import transformed
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import LOWER, stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.fusion import again
+
+TOKENS, WIDTH = 32, 16
+
+
+def attention(fill: float, added: bool) -> Callable[..., Any]:
+    """Attention in which a number hides some keys of every row, and all of one row."""
+    hidden = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    hidden[5] = hidden[:, 20:] = True
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        if added:
+            bias = torch.zeros(TOKENS, TOKENS).masked_fill(hidden, fill).to(q.dtype)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        scores = (q @ k.transpose(-1, -2) * WIDTH**-0.5).masked_fill(hidden, fill)
+        return torch.softmax(scores, -1) @ v
+
+    return run
+
+
+def trained(run: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result and the gradients of its squares' sum."""
+    with torch.enable_grad():
+        args = [x.detach().requires_grad_() for x in given]
+        y = run(*args)
+        loss = (y.to(torch.promote_types(y.dtype, torch.float32)) ** 2).sum()
+        return [y.detach(), *torch.autograd.grad(loss, args)]
+
+
+def kept(run: Callable[..., Any], given: list[torch.Tensor], compiled: str = "") -> tuple[list[torch.Tensor], int]:
+    """The same as the two graphs of a partition compute it, and how many numbers of rows the first one keeps."""
+    rows: list[int] = []
+
+    def apart(joint: Any, inputs: Any, **options: Any) -> Any:
+        forward, backward = partition(joint, inputs, wide=True, **options)
+        (output,) = forward.graph.find_nodes(op="output")
+        shapes = [tuple(y.meta["val"].shape) for y in output.args[0] if isinstance(y, torch.fx.Node)]
+        rows.append(sum(s[-2:] == (TOKENS, 1) for s in shapes))
+        return forward, backward
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        with attention_by_definition():
+            options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
+            return aot_module_simplified(gm, inputs, partition_fn=apart, **options)
+
+    torch._dynamo.reset()
+    return trained(torch.compile(run, backend=backend), given), rows[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fill", "added", "numbers"),
+    [(-3e38, True, 2), (-1e4, True, 2), (-3e38, False, 2), (-1e9, False, 2)],
+)
+def test_rows_of_which_all_is_hidden_weigh_all_keys_alike(
+    fill: float, added: bool, numbers: int, dtype: torch.dtype
+) -> None:
+    """The logarithm of their number is lost beside -3e38: weights were 1, and results sums instead of means."""
+    torch.manual_seed(0)
+    given = [torch.randn(2, 2, TOKENS, WIDTH).to(dtype) for _ in range(3)]
+    run = attention(fill, added)
+    ours, rows = kept(run, given)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        eager, right = trained(run, given), trained(run, [x.double() for x in given])
+    assert rows in (0, numbers)
+    for a, b, c in zip(ours, eager, right, strict=True):
+        mine, theirs = (float((x.double() - c).abs().square().mean().sqrt()) for x in (a, b))
+        assert mine <= 2 * max(theirs, torch.finfo(dtype).eps * float(c.abs().square().mean().sqrt()))
+
+
+@pytest.mark.parametrize(("mask", "numbers"), [("none", 1), ("causal", 1), ("places", 1), ("bias", 2)])
+def test_products_that_are_hidden_by_infinity_keep_one_number(mask: str, numbers: int) -> None:
+    """Their largest is rounded itself, and as large as what is added to it."""
+    places = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(3)
+    bias = torch.randn(TOKENS, TOKENS, dtype=torch.bfloat16)
+    said: dict[str, dict[str, Any]] = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "places": {"attn_mask": places},
+        "bias": {"attn_mask": bias},
+    }
+    run = functools.partial(F.scaled_dot_product_attention, **said[mask])
+    given = [torch.randn(1, 2, TOKENS, WIDTH, dtype=torch.bfloat16) for _ in range(3)]
+    assert kept(lambda *x: run(*x), given)[1] == numbers
+
+
+def step(run: Callable[..., Any]) -> tuple[list[torch.Tensor], list[l.Program]]:
+    """A training step captured as one program: what it is given, and its kernels when the gradients of its
+    softmaxes have been rewritten, and as they are scheduled.
+    """
+    torch.manual_seed(0)
+    given = [torch.randn(2, 2, TOKENS, WIDTH, dtype=torch.bfloat16) for _ in range(3)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        program = capture(lambda *x: trained(run, list(x)), given).program
+    upper = LOWER[: LOWER.index("schedule")]
+    found = stages(program, Options(target="sm_90a", libraries="never"), Log(), upper)
+    return given, [p for name, p, _ in found if name.name in ("gradients", upper[-1])]
+
+
+@pytest.mark.parametrize(("fill", "numbers"), [(-3e38, 2), (-float("inf"), 1)])
+def test_a_step_in_one_program_keeps_what_its_rows_need(fill: float, numbers: int) -> None:
+    """The same, where forward and backward passes are rewritten together."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        rows = torch.arange(TOKENS)
+        hidden = (rows[None] > rows[:, None]) if numbers == 1 else (rows[:, None] == 5) | (rows[None] > 20)
+        scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * WIDTH**-0.5
+        return torch.matmul(torch.softmax(scores.masked_fill(hidden, fill), -1), v.float()).to(q.dtype)
+
+    given, (rewritten, last) = step(run)
+    kernels = [s for s in rewritten.steps if isinstance(s, l.Kernel)]
+    assert sum(b.name.endswith(("_sums", "_top")) for s in kernels for b in s.writes) == numbers
+    eager, right = trained(run, given), trained(run, [x.double() for x in given])
+    inputs = {b.name: x.float().numpy() for b, x in zip(last.inputs, given, strict=True)}
+    for a, b, c in zip(interpreter.run(last, inputs), eager, right, strict=True):
+        mine, theirs = (
+            float((x.double() - c).abs().square().mean().sqrt()) for x in (torch.as_tensor(a.astype("f4")), b)
+        )
+        assert mine <= 2 * max(theirs, torch.finfo(torch.bfloat16).eps * float(c.abs().square().mean().sqrt()))
+
+
+WEIGHTS = """\
+@loop
+def f(s: f32[8, 16], top: f32[8], rows: f32[8]):
+    with kernel('w', w=f32[8, 16]):
+        for a0 in free(8):
+            v0 = index(a0)
+            in1 = top[a0]
+            in2 = rows[a0]
+            for a1 in free(16):
+                v1 = index(a1)
+                v2 = le(v1, v0)
+                in0 = s[a0, a1]
+                v3 = where(v2, in0, f32(-inf))
+                v4 = sub(v3, in1)
+                v5 = sub(v4, in2)
+                v6 = mul(v5, f32(1.4426950408889634))
+                v7 = approx_exp2(v6)
+                w[a0, a1] = v7
+    return (w,)
+"""
+
+
+def test_what_is_hidden_weighs_nothing_where_rows_have_two_numbers() -> None:
+    """Weights have the condition outside of their exponentials, so that steps of which all is hidden are not visited;
+    and the largest score is subtracted before anything is multiplied, which would round -1e9 twice.
+    """
+    (kernel,) = parse(WEIGHTS).steps
+    (store,) = transformed(kernel.stores, again._simpler)
+    assert store.value.fn.name == "where" and store.value.args[2].value == 0.0
+    (power,) = store.value.args[1].args
+    assert power.fn.name == "mul" and [power.args[0].fn.name, power.args[0].args[0].fn.name] == ["sub", "sub"]
+    assert isinstance(power.args[0].args[0].args[0], l.Load)
