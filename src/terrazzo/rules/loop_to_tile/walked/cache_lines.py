@@ -22,8 +22,8 @@ SCATTERED = 8
 """Lines that a warp asks for where places are computed of numbers that were loaded, such as those of an image that is
 moved: those of neighbours are near each other. An estimate.
 """
-APART = 8191
-"""What tells the elements of one buffer from those of another that say a place together."""
+APART = 40503
+"""How far from each other the places are that neighbours say, round and round."""
 
 
 @lru_cache(maxsize=1024)
@@ -73,8 +73,8 @@ def _moved(term: Any) -> bool:
 
 
 def said(e: Loaded, env: Mapping[Any, Any]) -> Any:
-    """The place that data says: what is computed of places and numbers, or one for each of the elements that say it,
-    far from the others.
+    """The place that data says: what is computed of places and numbers, or one of those that there are for each of the
+    elements that say it, far from those of its neighbours.
     """
     found: Any = _computed(e.value, env)
     if found is not None:
@@ -83,7 +83,7 @@ def said(e: Loaded, env: Mapping[Any, Any]) -> Any:
     for x in topological([e.value]):
         if isinstance(x, l.Load):  # which may be in a sum of its own
             found = found * APART + evaluate(offset_of(x), {**dict.fromkeys(x.free, 0), **env})
-    return found * LINE
+    return found * APART % (e.extent if isinstance(e.extent, int) and e.extent > 0 else APART)
 
 
 def _computed(term: Any, env: Mapping[Any, Any]) -> Any | None:
