@@ -22,8 +22,10 @@ SCATTERED = 8
 """Lines that a warp asks for where places are computed of numbers that were loaded, such as those of an image that is
 moved: those of neighbours are near each other. An estimate.
 """
-APART = 40503
-"""How far from each other the places are that neighbours say, round and round."""
+APART = 0.618
+"""How far from each other the places are that neighbours say, of all that there are: so many of any neighbours are as
+far from each other as they can be.
+"""
 
 
 @lru_cache(maxsize=1024)
@@ -79,11 +81,11 @@ def said(e: Loaded, env: Mapping[Any, Any]) -> Any:
     found: Any = _computed(e.value, env)
     if found is not None:
         return found
-    found = 0
+    found, size = 0, e.extent if isinstance(e.extent, int) and e.extent > 0 else LINE * WARP
     for x in topological([e.value]):
         if isinstance(x, l.Load):  # which may be in a sum of its own
-            found = found * APART + evaluate(offset_of(x), {**dict.fromkeys(x.free, 0), **env})
-    return found * APART % (e.extent if isinstance(e.extent, int) and e.extent > 0 else APART)
+            found = found + evaluate(offset_of(x), {**dict.fromkeys(x.free, 0), **env})
+    return found * round(APART * size) % size
 
 
 def _computed(term: Any, env: Mapping[Any, Any]) -> Any | None:
