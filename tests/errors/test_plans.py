@@ -161,7 +161,7 @@ AGENTS = re.search(r"    load = .*\n    math = .*\n", HOPPER_PLAN)[0]  # type: i
         (RESULT, f'{RESULT}\n    combine(site="acc0", lanes=32)',
          "10: by the schedule its partial states are to meet as nowhere: each is whole"),
         (RESULT, f'{RESULT}\n    combine(site="acc9")', "10: the kernel has no reduction acc9; it has acc0"),
-        (RESULT, f'{RESULT}\n    keep(what="z")', "10: nothing is called z; there are x, w, acc0"),
+        (RESULT, f'{RESULT}\n    keep(what="z")', "10: nothing is called z; there are x, w, mm, acc0"),
         (RESULT, f"{RESULT}\n    limit(resident=0)", "10: a block at least is to fit on a processor"),
     ],
 )  # fmt: skip

@@ -17,8 +17,10 @@ from tests.rules.test_scaled_parts import halved
 from terrazzo.errors import UserError
 from terrazzo.hw.gpu import gpu
 from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
 from terrazzo.interp.costs import Costs
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import topological
 from terrazzo.ir.parse_plan import parse_plan
@@ -70,7 +72,7 @@ def judged(y: Any, x: Any, w: Any) -> None:
         assert (np.abs(y - exact)[good] <= 2e-6 * size[good] + 2.0**-149).all()
 
 
-@pytest.mark.parametrize("shape", [(64, 64, 256), (72, 56, 264), (128, 96, 320)])
+@pytest.mark.parametrize("shape", [(64, 64, 256), (72, 56, 264), (128, 96, 320), (64, 48, 258), (64, 64, 257)])
 def test_kernels_are_right_whatever_the_numbers(shape: tuple[int, int, int]) -> None:
     """Few results of a warp are doubted, or more than its lanes find one after the other; edges of tiles among them."""
     x, w = hard(*shape)
@@ -91,6 +93,26 @@ def test_blocks_that_share_steps_rescue_their_parts_of_the_columns() -> None:
     done = k.Program("f", program.inputs, (*makers, shared), program.results)
     (y,) = simulator.run(done, {"x": x, "w": w}, truncates=True)
     judged(y, x, w)
+
+
+@pytest.mark.parametrize("depth, kept", [(320, True), (500, True), (257, True), (50000, False)])
+def test_parts_are_computed_once(depth: int, kept: bool) -> None:
+    """They stay in registers between the sum of what they leave and the stores, where there is room for them."""
+    found = lowered(8, 5, depth) if depth < 1000 else lowered(64, 64, depth)
+    maker, schedule = found["kernel"].steps[0], str(found["tile"].schedules[0][1])
+    parts = [b.name for b in maker.writes if b.name.endswith(("_1", "_2"))]
+    assert all((f"{name} = reg()" in schedule) == kept for name in parts) and len(parts) == 2
+    assert (show(found["kernel"]).count(" = f16(") == 2) == kept
+    if kept:
+        x, w = (v[:rows] for v, rows in zip(hard(64, 64, depth), (8, 5), strict=True))
+        x[3, 100], x[2, :3] = 1e-40, (0.0, -0.0, -1e-45)
+        loops = l.Program("f", found["loop"].inputs, found["loop"].steps[:1], maker.writes)
+        kernels = k.Program("f", found["loop"].inputs, (maker,), maker.writes)
+        with np.errstate(all="ignore"):
+            meant = dict(zip(maker.writes, loop.run(loops, {"x": x, "w": w}), strict=True))
+            got = dict(zip(maker.writes, simulator.run(kernels, {"x": x, "w": w}), strict=True))
+        assert all(np.array_equal(meant[b], got[b], equal_nan=True) for b in maker.writes if "least" not in b.name)
+        assert all(np.allclose(meant[b], got[b], rtol=1e-6, atol=0) for b in maker.writes if "least" in b.name)
 
 
 def test_what_follows_the_sums_is_made_of_those_that_will_do() -> None:

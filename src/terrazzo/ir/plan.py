@@ -312,7 +312,7 @@ class Combine(Line, dialect="plan", op="combine"):
 
 
 class Keep(Line, dialect="plan", op="keep"):
-    """A buffer's loads (or a reduction's summands) stay in registers between their uses."""
+    """A buffer's loads (or a reduction's summands, or what is stored) stay in registers between their uses."""
 
     what: str
 

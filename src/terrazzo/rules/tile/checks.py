@@ -316,7 +316,7 @@ def _combine(line: Combine, plan: Plan, draft: Draft) -> None:
 
 
 def _keep(line: Keep, plan: Plan, draft: Draft) -> None:
-    known = [*(b.name for b in draft.kernel.reads), *draft.names]
+    known = [*(b.name for b in (*draft.kernel.reads, *draft.kernel.writes)), *draft.names]
     need(line.what in known, f"nothing is called {line.what}; there are {', '.join(dict.fromkeys(known))}")
 
 

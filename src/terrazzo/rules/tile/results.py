@@ -246,7 +246,7 @@ def keep_in_registers(plan: Plan, draft: Draft) -> Plan | None:
 
 def kept(draft: Draft) -> list[str]:
     """What the schedule keeps in registers."""
-    known = {b.name for b in draft.kernel.reads} | set(draft.names)
+    known = {b.name for b in (*draft.kernel.reads, *draft.kernel.writes)} | set(draft.names)
     return [name for name, operand in draft.schedule.operands if operand.place == "reg" and name in known]
 
 

@@ -412,6 +412,9 @@ class Walker:
         columns = self.accumulators.columns  # what is the same for all of them is kept once
         same = {d.value: Var(f"kept{p}", d.size) for p, d in enumerate(looped)}
         summands = {a for r in s.carried if self.names[r] in self.keep for a in r.args}
+        if len(row := [a for a in self.kernel.axes if a not in inner.env]) == 1:  # what will be stored along this loop
+            stored = [x.value for x in self.kernel.stores if x.buffer.name in self.keep]
+            summands |= {substitute(x, {row[0]: s.axes[-1]}) for x in stored}
         made = dict(inner.env)  # what every term is made of, down to what registers hold
         where = [substitute(e, same) for e in (*inside, *inner.pending)]
         for x in s.body:

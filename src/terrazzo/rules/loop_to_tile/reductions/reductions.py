@@ -110,17 +110,22 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
 
 
 def _kept(kernel: l.Kernel, twice: Sequence[str], each: int, threads: int) -> tuple[tuple[str, Operand], ...]:
-    """What a thread keeps of its elements of a row, so many `each`: what is read `twice`, and then the summand of a
-    reduction that is dear to compute again, where registers hold it.
+    """What a thread keeps of its elements of a row, so many `each`: what is read `twice`, then the summand of a
+    reduction that is dear to compute again, and what is stored of what a reduction computes on its way, where registers
+    hold it.
     """
     _, inner, top = parts(kernel)
     far = any(isinstance(x, FloorDiv | Mod) for y in loaded(top) for x in topological(_indices(y)))
-    room = min(KEPT * 2, REGISTERS // threads - WORKING - DIVIDING * far)
+    most = REGISTERS // threads - WORKING - DIVIDING * far
+    room = min(KEPT * 2, most)
     sizes = {b.name: b.type.dtype.size for b in kernel.reads}
     words = sum(ceil(each * sizes[b], WORD) for b in twice)
     held = list(twice) if each <= KEPT * 2 and words <= room else []
     left = room - words if held else room
-    held += [*_again(kernel, top, inner)][:1] if each <= min(KEPT, left) else []
+    held += (again := [*_again(kernel, top, inner)][:1] if each <= min(KEPT, left) else [])
+    made = [] if again else [*_on_the_way(kernel, top, inner)]
+    if each <= KEPT and words + sum(ceil(each * b.type.dtype.size, WORD) for b in made) <= min(KEPT * 3, most):
+        held += [b.name for b in made]
     return tuple((name, Operand("reg")) for name in held)
 
 
@@ -347,6 +352,20 @@ def _again(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> I
             same = [a for a in inner if size_of(a) == size_of(r.axes[0])]
             if cost >= DEAR and any(substitute(r.args[0], {r.axes[0]: a}) in stored for a in same):
                 yield name
+
+
+def _on_the_way(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any]) -> Iterator[l.Buffer]:
+    """The buffers in which those values are stored, dear to compute, that a reduction's summand is made of, as the
+    parts of a row's numbers are of which it adds up what they leave.
+    """
+    sums = [r for r in top if len(r.axes) == 1]
+    for store in kernel.stores if len(inner) == 1 else ():
+        (a,) = inner
+        cost = sum(x.fn.cost for x in topological([store.value], stop=lambda x: x in top) if isinstance(x, l.Apply))
+        same = [r for r in sums if size_of(r.axes[0]) == size_of(a)]
+        dear = a in store.value.free and cost >= DEAR
+        if dear and any(substitute(store.value, {a: r.axes[0]}) in topological(r.args) for r in same):
+            yield store.buffer
 
 
 def finish(kernel: l.Kernel, gpu: Gpu) -> Schedule:
