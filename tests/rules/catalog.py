@@ -176,6 +176,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
+    "schedule:factor_apart": of(apart.factor_apart, kernels(apart.factor_apart)),
     "schedule:stores_apart": of(apart.stores_apart, kernels(apart.stores_apart)),
     "schedule:results_apart": of(apart.results_apart, kernels(apart.results_apart)),
     "schedule:digits_summed": of(unpacked.digits_summed, kernels(unpacked.digits_summed)),

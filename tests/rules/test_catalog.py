@@ -282,7 +282,23 @@ def with_shares(program: Program) -> Any:
     below = t.apply("sub", rows, t.broadcast(t.reduce("max", rows, [1], keepdim=True), (3, 64)))
     total = t.reduce("sum", t.apply("exp", below), [1])
     shares = t.apply("div", t.apply("exp", below), t.index_map(total, (3, 64), (i[0],)))
-    found = lift(Program("tensor", "shares", program.inputs, (total, shares)))
+    return _in_one(lift(Program("tensor", "shares", program.inputs, (total, shares))))
+
+
+def with_products(program: Program) -> Any:
+    """Loop IR of a product of a product, in one kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    i, j, h = t.coordinates((6, 5, 8)), t.coordinates((6, 4, 5)), t.coordinates((6, 8))
+    first = [t.cast(t.index_map(x, (6, 8), tuple((h[0] + h[1]) % n for n in x.type.shape)), f32) for x in given[:1]]
+    x: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, (6, 8))
+    y = t.apply("mul", t.index_map(x, (6, 5, 8), (i[0], i[2])), t.index_map(x, (6, 5, 8), (i[1], i[2])))
+    scores = t.apply("neg", t.reduce("sum", y, [2]))
+    z = t.apply("mul", t.index_map(scores, (6, 4, 5), (j[0], j[2])), t.index_map(x, (6, 4, 5), (j[1], j[2])))
+    return _in_one(lift(Program("tensor", "products", program.inputs, (t.reduce("sum", z, [2]),))))
+
+
+def _in_one(found: Any) -> Any:
+    """What others than results are made of, on its way in those that read it."""
     steps = [*found.steps]
     while (made := next((s for s in steps if {*s.writes}.isdisjoint(found.results)), None)) is not None:
         steps = [inline(s, made) for s in steps if s is not made]  # type: ignore[arg-type]
@@ -299,6 +315,9 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         return before, CATALOG[name].apply(before)
     if name == "fuse:reduced_already":
         before = with_shares(program)
+        return before, CATALOG[name].apply(before)
+    if name == "schedule:factor_apart":
+        before = with_products(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)

@@ -15,7 +15,7 @@ from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.estimate import estimate, expected
-from terrazzo.rules.loop_to_tile.products.apart import products_apart, results_apart, stores_apart
+from terrazzo.rules.loop_to_tile.products.apart import factor_apart, products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.product_candidates import (
     after,
@@ -50,7 +50,12 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
-    yield from (_chained(kernel, way, gpu) for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way))
+    way: chains.Way | str = ""
+    for way in (way for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way)):
+        yield _chained(kernel, way, gpu)
+    if way and len(both := factor_apart(kernel)) > 1:  # none of them can be built
+        two = joined(pick(candidates(x, gpu, pinned, pick)) for x in both)
+        yield two.after(("factor_apart", kernel, both))
     yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads

@@ -6,11 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import Var
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, topological, transform, transformed
+from terrazzo.ir.node import Node, substitute, topological, transform, transformed
 from terrazzo.ir.types import Type
 
 
@@ -150,6 +151,79 @@ def results_apart(kernel: l.Kernel, first: Collection[Any] = ()) -> tuple[l.Kern
     if any(x.name in names for x in kernel.reads):
         return (kernel,)
     return _stored(kernel, dict(zip(names, sums, strict=True)), first)
+
+
+def factor_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """A product one of whose factors is made of another product as two kernels: one stores that factor, rounded where
+    it is rounded, and the other reads it.
+
+    @loop
+    def f(x: f32[3, 4], w: f32[6, 4], u: f32[5, 6]):
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r1 in reduce(6):
+                        in0 = u[a1, r1]
+                        for r0 in reduce(4):
+                            in1 = x[a0, r0]
+                            in2 = w[r1, r0]
+                            v0 = mul(in1, in2)
+                            acc1 <- sum(v0)
+                        v1 = max(acc1, f32(0.0))
+                        v2 = bf16(v1)
+                        v3 = f32(v2)
+                        v4 = mul(v3, in0)
+                        acc0 <- sum(v4)
+                    z[a0, a1] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 4], w: f32[6, 4], u: f32[5, 6]):
+        with kernel('z_factor', z_factor=bf16[3, 6]):
+            for a0 in free(3):
+                for b0 in free(6):
+                    for r0 in reduce(4):
+                        in0 = x[a0, r0]
+                        in1 = w[b0, r0]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    v1 = max(acc0, f32(0.0))
+                    v2 = bf16(v1)
+                    z_factor[a0, b0] = v2
+        with kernel('z', z=f32[3, 5]):
+            for a0 in free(3):
+                for a1 in free(5):
+                    for r0 in reduce(6):
+                        in0 = z_factor[a0, r0]
+                        v0 = f32(in0)
+                        in1 = u[a1, r0]
+                        v1 = mul(v0, in1)
+                        acc0 <- sum(v1)
+                    z[a0, a1] = acc0
+        return (z,)
+    """
+    sums = [r for r in kernel.carried if isinstance(r, l.Reduce)]
+    if len(sums) != 2 or len(sums) < len(kernel.carried) or contraction(sums[0]) is None:
+        return (kernel,)
+    inner, outer = sums
+    name, whole = f"{kernel.name}_factor", nested_contraction(outer)
+    made: list[Any] = [x for x in (whole.factors if whole else ()) if inner in topological([x])]
+    if len(made) != 1 or any(b.name == name for b in kernel.reads):
+        return (kernel,)
+    (value,) = made
+    while isinstance(value, l.Apply) and is_cast(value.fn):
+        (before,) = value.args
+        if before.dtype.size >= value.dtype.size:  # type: ignore[attr-defined]
+            break
+        value = before
+    own = {a: Var(f"b{n}", a.extent) for n, a in enumerate(outer.axes) if a in value.free}
+    axes = (*(a for a in kernel.axes if a in value.free), *own)
+    place = l.Buffer(name, Type(value.dtype, tuple(a.extent for a in axes)))
+    rest: l.Kernel = substitute(kernel, {value: l.Load(place, axes)})
+    if inner in rest.carried:
+        return (kernel,)
+    new = tuple(own.get(a, a) for a in axes)
+    return l.Kernel(name, new, (l.Store(place, new, substitute(value, own)),), kernel.source), rest
 
 
 def stores_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
