@@ -418,6 +418,22 @@ def test_a_sum_that_a_long_row_shares_is_a_kernel_of_its_own() -> None:
     assert [what for _, _, what, _ in found.kernels] == ["window", "points"]
 
 
+def test_a_sum_in_the_steps_of_another_stays_there() -> None:
+    """It is another number in each of them."""
+    text = SHARED.replace("w: f32[65536, 3]", "w: f32[65536, 3, 2]")
+    text = text.replace(
+        "                in2 = w[a0, r0]\n                v0 = mul(in2, in2)\n                acc0 <- sum(v0)\n",
+        "                for r1 in reduce(2):\n                    in2 = w[a0, r0, r1]\n"
+        "                    acc1 <- sum(in2)\n                v0 = mul(acc1, acc1)\n                acc0 <- sum(v0)\n",
+    )
+    kernel: Any = parse(text.strip()).steps[0]
+    assert len(kernel.carried) == 2
+    for found in candidates(kernel, gpu("sm_90a"), {}):
+        before = [x for x, *_ in found.kernels[:-1]]
+        assert all(r.free <= {*x.axes} or r is x.carried[0] for x in before for r in x.carried), "of all its steps"
+        assert not before or len(before[0].carried) == 2
+
+
 def test_a_long_row_beside_what_is_looked_up_is_shared() -> None:
     """What a factorization machine adds up: weights of features, and products with long rows, which do not move."""
 

@@ -50,12 +50,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     """Ways to run a kernel, the best by the model first. The last is the plainest there is: it asks for next to
     nothing, so it can be built whatever the kernel computes.
     """
-    way: chains.Way | str = ""
-    for way in (way for way in chains.ways(kernel, gpu) if isinstance(way, chains.Way)):
-        yield _chained(kernel, way, gpu)
-    if way and len(both := factor_apart(kernel)) > 1:  # none of them can be built
-        two = joined(pick(candidates(x, gpu, pinned, pick)) for x in both)
-        yield two.after(("factor_apart", kernel, both))
+    yield from _chains(kernel, gpu, pinned, pick)
     yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
     apart = digits_apart(kernel)
     if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
@@ -123,7 +118,7 @@ def _sums_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule],
     """Short sums that many points share, in a kernel before these: beside them lanes may lie along memory, of which
     each would go through a row of its own otherwise.
     """
-    some = [r for r in kernel.carried if isinstance(r, l.Reduce) and not r.free.issuperset(kernel.axes)]
+    some = [r for r in kernel.carried if isinstance(r, l.Reduce) and r.free < {*kernel.axes}]
     if not some or len(some) < len(kernel.carried) or (found := windows.window(kernel, gpu)) is None:
         return
     *before, rest = reduced_first(kernel, some)
@@ -157,6 +152,18 @@ def _narrower(kernel: l.Kernel, widest: Schedule, gpu: Gpu) -> Iterator[Candidat
             tried.append(own)
             done = Candidate(((form, own, "points", f"every thread computes {most} of its own at a time"),))
             yield done.after(("collapse", kernel, (form,)))
+
+
+def _chains(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """Two products in one loop of steps; where no way to do that can be built, one after the other."""
+    found = False
+    for way in chains.ways(kernel, gpu):
+        if isinstance(way, chains.Way):
+            found = True
+            yield _chained(kernel, way, gpu)
+    if found and len(apart := factor_apart(kernel)) > 1:
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
+        yield whole.after(("factor_apart", kernel, apart))
 
 
 def _chained(kernel: l.Kernel, way: chains.Way, gpu: Gpu) -> Candidate:
