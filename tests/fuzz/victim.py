@@ -61,7 +61,7 @@ def _apart() -> None:
     poison, unpoison = (getattr(sanitizer, f"__asan_{x}poison_memory_region") for x in ("", "un"))
     poison.argtypes = unpoison.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
-    def allocate(program: Any, buffers: Sequence[Any], places: Any = (), root: Any = ()) -> tuple[dict[Any, int], int]:
+    def allocate(program: Any, buffers: Sequence[Any], *_: Any) -> tuple[dict[Any, int], int]:
         offsets, at = {}, 0
         for b in buffers:
             offsets[b] = at

@@ -41,7 +41,7 @@ def pointwise(kernel: l.Kernel, gpu: Gpu, most: int = 8) -> Schedule:
         return Schedule(kernel.name, gpu.arch, ())
     axis = _lanes_along(kernel, free, gpu)
     ragged, vector = (min(x, most) for x in _vector(kernel, axis, gpu))
-    apart = vector > 1 and ragged == 1 and (_narrow(kernel, axis) or _gathers(kernel, axis))
+    apart = vector > 1 and ragged == 1 and (_narrow(kernel, axis) or _gathers(kernel, axis, gpu))
     points = size_of(axis) // vector
     threads = 8 if points > 8 * WARP * gpu.processors else 4 if points > 4 * WARP else 1
     others = [a for a in free if a is not axis]
@@ -126,15 +126,17 @@ def _narrow(kernel: l.Kernel, axis: Any) -> bool:
     return all(step(x, axis) == 1 and vector_of([x], axis) == 1 for x in found)
 
 
-def _gathers(kernel: l.Kernel, axis: Any) -> bool:
-    """Whether a point reads more places that data says than others along an axis: lanes lie side by side then, since
-    places of neighbours are near each other, and none is in the cache still when a thread comes to its next point.
+def _gathers(kernel: l.Kernel, axis: Any, gpu: Gpu) -> bool:
+    """Whether a point reads more places that data says than others along an axis, of more than is in a processor's
+    cache: lanes lie side by side then, since places of neighbours are near each other, and none is there still when a
+    thread comes to its next point.
     """
     said, others = 0, len(kernel.stores)
     for x in topological([s.value for s in kernel.stores]):
         if isinstance(x, l.Load) and axis in x.free:
             times = math.prod(size_of(a) for a in x.free if isinstance(a, Bound))
-            far = any(isinstance(y, Loaded) and axis in y.free for y in topological([x]))
+            large = x.buffer.type.span > gpu.shared
+            far = large and any(isinstance(y, Loaded) and axis in y.free for y in topological([x]))
             said, others = (said + times, others) if far else (said, others + times)
     return said > others
 
