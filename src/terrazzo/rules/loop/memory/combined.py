@@ -16,13 +16,13 @@ from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Bound, Expr, Var
-from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.expr import Expr
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.memory.lifetimes import WORTH, in_use, reads_of
-from terrazzo.rules.loop_to_tile.products.apart import products_apart
+from terrazzo.rules.loop_to_tile.products.apart import products_apart, term_apart
 
 PASS = "remake"
 RULE = "combine_sooner"
@@ -229,15 +229,9 @@ def _way(kernel: l.Kernel, number: int, term: Any, at: int, waiting: set[l.Buffe
     stem = f"{kernel.stores[0].buffer.name.split('_sooner')[0]}_sooner"
     name = next(x for k in range(1, 9999) if (x := f"{stem}{k}") not in names)
     kind, index = _place(kernel, term)
-    kept = l.Buffer(name, kind)
-    rest = substitute(kernel, {term: l.Load(kept, index)})
-    saves = sum(b.type.span for b in waiting - set(rest.reads)) - kept.type.span
-    if saves <= 0:
-        return None
-    own = {a: Var(f"b{k}", a.extent) for k, a in enumerate(index) if isinstance(a, Bound)}
-    axes = [a for a in kernel.axes if a in index] + list(own.values())
-    store = l.Store(kept, tuple(own.get(a, a) for a in index), substitute(term, own))
-    return _Way(at, l.Kernel(name, tuple(axes), (store,), kernel.source), number, rest, saves)
+    sooner, rest = term_apart(kernel, term, l.Buffer(name, kind), index)
+    saves = sum(b.type.span for b in waiting - set(rest.reads)) - kind.span
+    return _Way(at, sooner, number, rest, saves) if saves > 0 else None
 
 
 def _place(kernel: l.Kernel, term: Any) -> tuple[Type, tuple[Any, ...]]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from terrazzo.ir.contraction import contraction, nested_contraction
+from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Var
+from terrazzo.ir.expr import Bound, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological, transform, transformed
 from terrazzo.ir.types import Type
@@ -181,15 +181,15 @@ def factor_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     def f(x: f32[3, 4], w: f32[6, 4], u: f32[5, 6]):
         with kernel('z_factor', z_factor=bf16[3, 6]):
             for a0 in free(3):
-                for b0 in free(6):
+                for b1 in free(6):
                     for r0 in reduce(4):
                         in0 = x[a0, r0]
-                        in1 = w[b0, r0]
+                        in1 = w[b1, r0]
                         v0 = mul(in0, in1)
                         acc0 <- sum(v0)
                     v1 = max(acc0, f32(0.0))
                     v2 = bf16(v1)
-                    z_factor[a0, b0] = v2
+                    z_factor[a0, b1] = v2
         with kernel('z', z=f32[3, 5]):
             for a0 in free(3):
                 for a1 in free(5):
@@ -207,23 +207,24 @@ def factor_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         return (kernel,)
     inner, outer = sums
     name, whole = f"{kernel.name}_factor", nested_contraction(outer)
-    made: list[Any] = [x for x in (whole.factors if whole else ()) if inner in topological([x])]
+    made = [x for x in (whole.factors if whole else ()) if inner in topological([x])]
     if len(made) != 1 or any(b.name == name for b in kernel.reads):
         return (kernel,)
-    (value,) = made
-    while isinstance(value, l.Apply) and is_cast(value.fn):
-        (before,) = value.args
-        if before.dtype.size >= value.dtype.size:  # type: ignore[attr-defined]
-            break
-        value = before
-    own = {a: Var(f"b{n}", a.extent) for n, a in enumerate(outer.axes) if a in value.free}
-    axes = (*(a for a in kernel.axes if a in value.free), *own)
-    place = l.Buffer(name, Type(value.dtype, tuple(a.extent for a in axes)))
-    rest: l.Kernel = substitute(kernel, {value: l.Load(place, axes)})
-    if inner in rest.carried:
-        return (kernel,)
-    new = tuple(own.get(a, a) for a in axes)
-    return l.Kernel(name, new, (l.Store(place, new, substitute(value, own)),), kernel.source), rest
+    value: Any = operand(made[0])
+    index = tuple(a for a in (*kernel.axes, *outer.axes) if a in value.free)
+    both = term_apart(kernel, value, l.Buffer(name, Type(value.dtype, tuple(a.extent for a in index))), index)
+    return (kernel,) if inner in both[1].carried else both
+
+
+def term_apart(kernel: l.Kernel, term: Any, place: l.Buffer, index: Sequence[Any]) -> tuple[l.Kernel, l.Kernel]:
+    """A kernel that stores a term of another at all points of an index, along axes of sums too, and what is left of the
+    other, which loads it.
+    """
+    own = {a: Var(f"b{n}", a.extent) for n, a in enumerate(index) if isinstance(a, Bound)}
+    axes = (*(a for a in kernel.axes if a in index), *own.values())
+    store = l.Store(place, tuple(own.get(a, a) for a in index), substitute(term, own))
+    maker = l.Kernel(place.name, axes, (store,), kernel.source)
+    return maker, substitute(kernel, {term: l.Load(place, tuple(index))})
 
 
 def stores_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:

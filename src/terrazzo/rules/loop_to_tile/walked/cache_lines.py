@@ -60,7 +60,7 @@ def lines_of(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int
     env |= dict.fromkeys((a for e in x.index if isinstance(e, Node) for a in e.free if a not in env), 0)
     for e in topological([e for e in x.index if isinstance(e, Node)]):
         if isinstance(e, Loaded):
-            if _computed(e.value, env) is None and any(map(_moved, topological([e.value]))):
+            if any(map(_moved, topological([e.value]))) and _computed(e.value, env) is None:
                 return SCATTERED
             env[e] = said(e, env)
     offset = evaluate(offset_of(x), env)

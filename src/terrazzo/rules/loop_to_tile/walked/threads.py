@@ -131,14 +131,16 @@ def _gathers(kernel: l.Kernel, axis: Any, gpu: Gpu) -> bool:
     cache: lanes lie side by side then, since places of neighbours are near each other, and none is there still when a
     thread comes to its next point.
     """
-    said, others = 0, len(kernel.stores)
+    near, far = len(kernel.stores), 0
     for x in topological([s.value for s in kernel.stores]):
         if isinstance(x, l.Load) and axis in x.free:
             times = math.prod(size_of(a) for a in x.free if isinstance(a, Bound))
-            large = x.buffer.type.span > gpu.shared
-            far = large and any(isinstance(y, Loaded) and axis in y.free for y in topological([x]))
-            said, others = (said + times, others) if far else (said, others + times)
-    return said > others
+            by_data = any(isinstance(y, Loaded) and axis in y.free for y in topological([x]))
+            if by_data and x.buffer.type.span > gpu.shared:
+                far += times
+            else:
+                near += times
+    return far > near
 
 
 def plain(kernel: l.Kernel, gpu: Gpu) -> Schedule:
