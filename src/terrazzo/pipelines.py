@@ -20,7 +20,7 @@ from terrazzo.ir.canonical import canonical, once_per_form, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.parse_plan import parse_pinned
 from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Input, Program
@@ -311,11 +311,12 @@ def machine(options: Options) -> Gpu:
 
 
 def libraries(options: Options) -> Libraries | None:
-    """What decides which ops of PyTorch are called, where that may be: on a GPU."""
-    gpu = target(options.target).gpu if options.libraries == "auto" else None
+    """What decides which ops of PyTorch are called, where any may be."""
+    if options.libraries != "auto":
+        return None
     said = {"product": options.fp32 in ("tf32", "bf16"), "convolution": options.tf32}
     tf32 = {family for family, allowed in said.items() if allowed}
-    return Libraries(gpu, partial(_alone, options.target, options.fp32), tf32) if gpu else None
+    return Libraries(target(options.target).gpu, partial(_alone, options.target, options.fp32), tf32)
 
 
 @lru_cache(maxsize=4096)
@@ -324,7 +325,9 @@ def _alone(name: str, fp32: str, op: Aten) -> float:
     called after all. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
-    program = Program("torch", "alone", inputs, (op,), {op: "result"})
+    several = enumerate(op.result) if isinstance(op.result, tuple) else ()
+    results = tuple(Get(op, k) for k, r in several if r is not None) or (op,)
+    program = Program("torch", "alone", inputs, results, {op: "result"})
     options = Options(target=name, libraries="never", fp32=fp32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     steps = stages(program, options, Log(), upper)[-1][1].steps

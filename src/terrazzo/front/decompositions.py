@@ -61,6 +61,7 @@ def _table() -> dict[Any, Any]:
     found.update({op: looking.ctc_loss(op) for op in (aten._ctc_loss.default, aten._ctc_loss.Tensor)})
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     found.update({op: looking.ctc_loss_backward(op) for op in backward})
+    found[aten.convolution_backward.default] = _gradients_apart
     found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
     return one_type.asked(in_rows.laid(mixed_norms.widened(found)))
 
@@ -147,6 +148,23 @@ def _det(x: Any) -> Any:
         return NotImplemented
     factors, pivots, diagonal, sign = _factors(x)
     return sign * diagonal.prod(-1), factors, pivots
+
+
+def _gradients_apart(grad: Any, x: Any, w: Any, sizes: Any, *args: Any) -> Any:
+    """A convolution's gradients, each by an op of its own: one may be a library's, and another a kernel. That of a bias
+    is a sum.
+    """
+    import torch
+
+    *options, mask = args
+    of_image, of_weights, of_bias = mask
+    if not of_bias and not (of_image and of_weights):
+        return NotImplemented
+    op = torch.ops.aten.convolution_backward.default
+    image = op(grad, x, w, None, *options, [True, False, False])[0] if of_image else None
+    weights = op(grad, x, w, None, *options, [False, True, False])[1] if of_weights else None
+    bias = grad.sum((0, *range(2, grad.dim()))) if of_bias else None
+    return image, weights, bias
 
 
 EXTRA = (

@@ -22,11 +22,11 @@ from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.forms import merged
 from terrazzo.rules.loop_to_tile.products.packed import packed
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
 from terrazzo.rules.loop_to_tile.walked import windows
-from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
 from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 from terrazzo.rules.tile.reach import share
 from terrazzo.rules.tile_to_kernel.lower import derived
@@ -139,7 +139,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     """What a product takes in the best tiles. Those of warpgroups count if the best of them can be derived."""
     if (p := product(kernel)) is None:
         return None
-    p = product(merge_product_axes(kernel, p.sites)) or p
+    p = product(merged(kernel, p, gpu).kernel) or p
     plans = tiles.plans(p, gpu)
     whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
     whole_derives = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
@@ -164,9 +164,9 @@ Way = tuple[float, l.Kernel, Callable[[], Schedule]]
 """What a product takes if it can be derived: nanoseconds, a kernel and its schedule."""
 
 
-def _stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Way]:
+def _stored(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     """A product whose operands are stored first."""
-    for way in stored(merged, gpu):
+    for way in stored(kernel, gpu):
         for plan in way.plans(gpu)[:1]:
             yield plan.time + way.before(gpu), way.form, partial(tiles.schedule, way.product, plan, gpu)
 

@@ -3,6 +3,7 @@
 from terrazzo.rules.torch_to_tensor import (
     activation,
     contraction,
+    convolution,
     creation,
     folding,
     indexing,
@@ -32,6 +33,7 @@ RULES = (
     *reduction.RULES,
     *scan.RULES,
     *contraction.RULES,
+    *convolution.RULES,
     *norm.RULES,
     *pooling.RULES,
     *folding.RULES,

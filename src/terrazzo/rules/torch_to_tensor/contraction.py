@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: index maps onto the common iteration space, a product, a sum."""
+"""Matrix products: index maps onto the common iteration space, a product, a sum."""
 
 from __future__ import annotations
 
@@ -105,84 +105,6 @@ def addr(node: Aten, base: Any, x: Any, y: Any, *, beta: Any = 1, alpha: Any = 1
     return _scaled(out, base, outer, beta, alpha)
 
 
-@aten("convolution.default", same=True)
-def convolution(
-    node: Aten,
-    x: Any,
-    w: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
-    """The sum over channels and kernel positions of x at the shifted place times w, in 1 to 3 dimensions, with every
-    option.
-    """
-    out = result(node)
-    dtype, spatial = out.dtype, w.type.rank - 2
-    stride, padding, dilation = (tuple(p) * spatial if len(p) == 1 else tuple(p) for p in (stride, padding, dilation))
-    batched = x.type.rank == w.type.rank
-    if not batched:
-        x = t.reshape(x, (1, *x.type.shape))
-    shape = out.shape if batched else (1, *out.shape)
-    value = (_transposed if transposed else _convolved)(x, w, shape, stride, padding, dilation, groups, dtype)
-    if bias is not None:
-        here = t.coordinates(shape)
-        value = t.apply("add", value, t.index_map(t.cast(bias, dtype.compute), shape, [here[1]]))
-    value = t.cast(value, dtype)
-    return value if batched else t.reshape(value, out.shape)
-
-
-def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
-    cin = w.type.shape[1]
-    space = (*shape, cin, *w.type.shape[2:])
-    here = t.coordinates(space)
-    spatial = len(stride)
-    n, oc, o = here[0], here[1], here[2 : 2 + spatial]
-    ic, k = here[2 + spatial], here[3 + spatial :]
-    place = [o[d] * stride[d] + k[d] * dilation[d] - padding[d] for d in range(spatial)]
-    inside = [e for d, p in enumerate(place) for e in (p, x.type.shape[2 + d] - 1 - p)]
-    group = oc // (shape[1] // groups)
-    left = t.index_map(t.cast(x, dtype.compute), space, (n, group * cin + ic, *place), inside)
-    right = t.index_map(t.cast(w, dtype.compute), space, (oc, ic, *k))
-    return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
-
-
-def spread(
-    o: Any, k: Any, extents: Any, kernel: Any, stride: Any, padding: Any, dilation: Any
-) -> tuple[list[IntExpr], list[IntExpr]]:
-    """The places i with o = i * stride + k * dilation - padding in each dimension, and what must be >= 0 for one to
-    exist.
-    """
-    place: list[IntExpr] = []
-    inside: list[IntExpr] = []
-    for d, extent in enumerate(extents):
-        reached = o[d] + padding[d] - k[d] * dilation[d]
-        lift = ((kernel[d] - 1) * dilation[d] // stride[d] + 1) * stride[d]  # keeps // and % on natural numbers
-        i = (reached + lift) // stride[d] - lift // stride[d]
-        place.append(i)
-        inside += [i, extent - 1 - i, (reached + lift) % stride[d] * -1]
-    return place, inside
-
-
-def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
-    """out[o] = the sum over i, k with o = i * stride + k * dilation - padding."""
-    per_group = w.type.shape[0] // groups
-    space = (*shape, per_group, *w.type.shape[2:])
-    here = t.coordinates(space)
-    spatial = len(stride)
-    n, oc, o = here[0], here[1], here[2 : 2 + spatial]
-    ic, k = here[2 + spatial], here[3 + spatial :]
-    place, inside = spread(o, k, x.type.shape[2:], w.type.shape[2:], stride, padding, dilation)
-    group = oc // w.type.shape[1]
-    left = t.index_map(t.cast(x, dtype.compute), space, (n, group * per_group + ic, *place), inside)
-    right = t.index_map(t.cast(w, dtype.compute), space, (group * per_group + ic, oc % w.type.shape[1], *k))
-    return t.reduce("sum", t.apply("mul", left, right), range(len(shape), len(space)))
-
-
 @aten("_trilinear.default")
 def trilinear(
     node: Aten,
@@ -236,4 +158,4 @@ def dist(node: Aten, x: Any, y: Any, p: float = 2) -> Any:
     return t.cast(norm_of(t.apply("sub", left, right), p, range(len(shape))), out.dtype)
 
 
-RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, convolution, trilinear, cdist, dist)
+RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, trilinear, cdist, dist)

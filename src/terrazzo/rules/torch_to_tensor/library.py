@@ -25,10 +25,11 @@ LIBRARY, OURS = "the library", "ours"
 @dataclass
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
-    where there are none). In float32 libraries compute ops of some families in TF32.
+    where there are none). In float32 libraries compute ops of some families in TF32. On a processor, which is no `gpu`,
+    nothing is priced: the ops of `ON_A_PROCESSOR` are called.
     """
 
-    gpu: Gpu
+    gpu: Gpu | None
     ours: Callable[[Aten], float]
     tf32: Collection[str] = ()
     layouts: dict[Node, Any] = field(default_factory=dict)
@@ -37,9 +38,15 @@ class Libraries:
         """The ops of a program of Torch IR that are called; why, and why others are not, is in the log."""
         nodes = [n for n in topological(program.results) if isinstance(n, Aten)]
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
-        found: set[Node] = {n for n in nodes if n.name in ANY_STRIDES}
+        found: set[Node] = set()
         for node in nodes:
-            if (choice := self._choice(node, node in read)) is None:
+            if self.gpu is None:
+                if node.name in ON_A_PROCESSOR and is_called(node):
+                    told = f"{node.name}: {LIBRARY}'s is faster on a processor"
+                    log.add(Event(PASS, "library", program.names.get(node, node.name), True, told))
+                    found.add(node)
+                continue
+            if (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
             ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
             better = slower(ours, theirs)
@@ -50,17 +57,17 @@ class Libraries:
                 found.add(node)
         return found
 
-    def _choice(self, node: Aten, read: bool) -> Choice | None:
+    def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
         if not is_called(node) or any(map(_widened, node.children)):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
-        theirs = price(alone, self.gpu, self.tf32)
+        theirs = price(alone, gpu, self.tf32)
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(_result(node).static_shape) * _result(node).dtype.size
-            theirs += self.gpu.launch + 2 * size / self.gpu.memory
-        ours, exact = beside(alone, self.gpu)
+            theirs += gpu.launch + 2 * size / gpu.memory
+        ours, exact = beside(alone, gpu)
         if not exact and not slower(ours, theirs):
             ours, exact = self.ours(alone), True
         if math.isinf(ours):
@@ -190,7 +197,7 @@ def is_called(op: Any) -> bool:
 
 def takes_any_strides(name: str) -> bool:
     """Whether an op may be given its arguments as they lie in memory, whatever eager mode would give it."""
-    return name in FAMILIES or name in ANY_STRIDES
+    return name in FAMILIES
 
 
 def chosen(name: str, dtype: str) -> bool:
@@ -205,9 +212,9 @@ def price(op: Any, gpu: Gpu, tf32: Collection[str] = ()) -> float:
     family, operations = _family(op)
     found = library.reach(family, _kind(op), family in tf32)
     assert found is not None
-    needed = operations(op.args, _result(op), found.tile)
-    types = [x.type for x in _tensors(op.args)]
-    moved = sum(_bytes(y) for y in (*types, _result(op)))
+    made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
+    needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does
+    moved = sum(_bytes(x) for x in (*(y.type for y in _read(op)), *_results(op)))
     around = _around(op, gpu, family in tf32) if family == "convolution" else 0.0
     return library.price(found, gpu, needed, moved) + around
 
@@ -220,22 +227,23 @@ def _around(op: Any, gpu: Gpu, tf32: bool) -> float:
     """What other kernels take around that of a convolution: those that bring channels to the end and back for tensor
     cores, where they come first and it is more than a product of pixels, and one that adds the bias.
     """
-    x, w, bias, stride, padding, _, transposed, *_, groups = op.args
-    out, dtype = _result(op), _kind(op)
+    x, w, bias, stride, padding, _, transposed, _, groups = convolved(op)
+    dtype, back = _kind(op), op.name == BACKWARD
     last = x.type.rank > 2 and x.type.shape[1] != 1 and x.type.element_strides[1] == 1
     plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
     found = 0.0
-    if (turned := library.reach("image turned", dtype, tf32)) and not last and (transposed or not plain):
-        found += library.price(turned, gpu, 0.0, 2 * (_bytes(x.type) + _bytes(out)))
-    if bias is not None and (added := library.reach("bias", dtype)):
-        found += library.price(added, gpu, 0.0, 2 * _bytes(out))
+    if (turned := library.reach("image turned", dtype, tf32)) and not last and (back or transposed or not plain):
+        images = [y for y in (*(z.type for z in _read(op)), *_results(op)) if y.shape != w.type.shape]
+        found += library.price(turned, gpu, 0.0, 2 * sum(map(_bytes, images)))
+    if bias is not None and not back and (added := library.reach("bias", dtype)):
+        found += library.price(added, gpu, 0.0, 2 * _bytes(_result(op)))
     return found
 
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
     """The family of an op with these arguments, and its operations."""
-    if op.name == "aten.convolution.default" and is_depthwise(op.args):
-        x = op.args[0].type
+    if op.name in CONVOLUTIONS and is_depthwise(convolved(op)):
+        x = convolved(op)[0].type
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
@@ -246,6 +254,11 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
         if x.element_strides[dim] != 1:
             return "scan of columns", _steps
     return family, operations
+
+
+def convolved(op: Any) -> Sequence[Any]:
+    """What a convolution is given, image and weights first, or the one whose gradients an op computes."""
+    return op.args[1:10] if op.name == BACKWARD else op.args  # type: ignore[no-any-return]
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:
@@ -260,9 +273,22 @@ def _kind(op: Any) -> str:
 
 def _result(op: Any) -> Type:
     """The type of its result, or of the first of several."""
-    found = op.result if isinstance(op, Aten) else op.results[0].type
-    found = found[0] if isinstance(found, tuple) else found
-    assert isinstance(found, Type)
+    return _results(op)[0]
+
+
+def _results(op: Any) -> list[Type]:
+    """The types of its results."""
+    if not isinstance(op, Aten):
+        return [x.type for x in op.writes]
+    return [x for x in (op.result if isinstance(op.result, tuple) else (op.result,)) if x is not None]
+
+
+def _read(op: Any) -> list[Any]:
+    """The tensors that are read: for an image's gradient not the image, for that of weights not the weights."""
+    found = _tensors(op.args)
+    if op.name == BACKWARD:
+        of_image, of_weights, _ = op.args[-1]
+        found = [found[0], *found[1 : 1 + of_weights], *found[2 : 2 + of_image]]
     return found
 
 
@@ -343,14 +369,19 @@ def _added(args: Sequence[Any], out: Type, tile: int) -> float:
 
 SPECIAL = ("digamma", "polygamma")
 """Functions of an element that our kernels compute in float64, and PyTorch in its type."""
-ANY_STRIDES = ("aten.convolution_backward.default",)
-"""Ops that no rule lowers, whose results lie as their arguments do."""
+BACKWARD = "aten.convolution_backward.default"
+CONVOLUTIONS = ("aten.convolution.default", BACKWARD)
+ON_A_PROCESSOR = (BACKWARD,)
+"""Ops that are called on a processor: oneDNN takes 0.3 to 1.0 of our time for the gradient of an image, 0.2 to 1.0 for
+that of weights (two threads with AVX2, 3x3 and 1x1, 64 to 256 channels).
+"""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.mm.default": ("product", _product),
     "aten.addmm.default": ("product", _product),
     "aten.bmm.default": ("product", _product),
     "aten.baddbmm.default": ("product", _product),
     "aten.convolution.default": ("convolution", _convolution),
+    BACKWARD: ("convolution", _convolution),
     "aten.cumsum.default": ("scan", _rows),
     "aten.cumprod.default": ("scan", _rows),
     "aten.logcumsumexp.default": ("log scan", _rows),

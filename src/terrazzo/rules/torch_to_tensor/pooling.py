@@ -12,7 +12,7 @@ from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.types import Type, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
-from terrazzo.rules.torch_to_tensor.contraction import spread
+from terrazzo.rules.torch_to_tensor.convolution import spread
 from terrazzo.rules.torch_to_tensor.pointwise import c
 from terrazzo.rules.torch_to_tensor.view import holds
 

@@ -257,7 +257,9 @@ def whole(site: Site, way: Tiled) -> bool:
 def by_rows(site: Site, way: Tiled) -> bool:
     """Whether the first factor lies along its rows in memory, and not along its steps."""
     one = load(site.left)
-    return one is not None and stride(one, way.rows[-1]) == 1 and stride(one, site.steps[-1]) != 1
+    if one is None or not way.rows:
+        return False
+    return stride(one, way.rows[-1]) == 1 and stride(one, site.steps[-1]) != 1
 
 
 def direct(site: Site, rows: Sequence[Any]) -> tuple[l.Load, IntExpr, IntExpr] | None:
