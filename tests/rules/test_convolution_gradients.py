@@ -22,7 +22,7 @@ backward = torch.ops.aten.convolution_backward.default
 
 
 def drawn(seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...], list[bool]]:
-    """Some convolution: the gradient of its result, image and weights; its options; and which gradients are asked for."""
+    """Some convolution: its result's gradient, image and weights; its options; and which gradients are asked for."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     spatial, transposed, groups = rng.choice((1, 2, 3)), rng.random() < 0.5, rng.choice((1, 2))

@@ -21,7 +21,7 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
-from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import merged
 from terrazzo.rules.loop_to_tile.products.packed import packed
 from terrazzo.rules.loop_to_tile.products.stored import stored
@@ -152,7 +152,8 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     if multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
     least = min(found, default=math.inf)
-    for time, form, chosen in sorted([*_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)], key=lambda way: way[0]):
+    ways = [*_by_taps(kernel, gpu), *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)]
+    for time, form, chosen in sorted(ways, key=lambda way: way[0]):
         if time >= least:  # to derive kernels takes long: those that are slower do not matter
             break
         if _derives(form, chosen(), gpu):
@@ -169,6 +170,12 @@ def _stored(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     for way in stored(kernel, gpu):
         for plan in way.plans(gpu)[:1]:
             yield plan.time + way.before(gpu), way.form, partial(tiles.schedule, way.product, plan, gpu)
+
+
+def _by_taps(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
+    """A sum over points under taps, a product for each tap."""
+    for way in taps.ways(kernel, gpu)[:1]:
+        yield way.time, way.kernels[0], partial(tiles.schedule, way.product, way.plan, gpu)
 
 
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:

@@ -13,7 +13,7 @@ from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import BOXED, expected, work
-from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
@@ -109,6 +109,28 @@ def _in_parts(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most:
 
 def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
     """What a product takes on warpgroups; or why it does not run there."""
+    tapped, refused = _tapped(kernel, gpu, lost, most)
+    whole, why = _as_one(kernel, gpu, lost, min(most, tapped))
+    return (tapped, "") if tapped < whole else (whole, why or refused)
+
+
+def _tapped(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
+    """What a sum over points takes with a product for each tap, where a kernel can be derived that was not lost; or
+    why there is none.
+    """
+    why = ""
+    for way in taps.ways(kernel, gpu):
+        if way.time >= most:
+            break
+        made = derived(way.kernels[0], warpgroups.schedule(way.product, way.plan, gpu), gpu)
+        why = made.reason if isinstance(made, Refused) else lost(made)
+        if not why:
+            return way.time, ""
+    return math.inf, why
+
+
+def _as_one(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
+    """What a product takes on warpgroups as it is; or why it does not run there."""
     forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
     if not forms:
         image, why = boxes.moved(kernel)

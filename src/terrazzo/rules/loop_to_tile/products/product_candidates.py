@@ -14,11 +14,11 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
-from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.products.packed import packed
 from terrazzo.rules.loop_to_tile.products.stored import stored
-from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, tiled
+from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.walked.crossed import points
 from terrazzo.rules.tile.complete import Refused, complete
@@ -39,6 +39,20 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
             chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
             done = joined((first, Candidate((chosen,))))
             yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+
+
+def by_taps(kernel: l.Kernel, p: Product, gpu: Gpu) -> Iterator[Candidate]:
+    """A sum over points under taps with a product for each tap, where the model says that it is faster than boxes and
+    other tiles, those after stored operands among them.
+    """
+    if not (ways := taps.ways(kernel, gpu)):
+        return
+    others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu), boxed(kernel, p, gpu))
+    for way in ways:
+        if way.time < others:
+            rest = (added_up(x, gpu) for x in way.kernels[1:])
+            done = joined((Candidate((tiled(way.product, way.plan, gpu),)), *rest))
+            yield done.after(("taps_apart", kernel, way.kernels))
 
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:

@@ -32,6 +32,8 @@ twice as long steps halve that. Weights of int8 and int4 on 16 rows of 4096 took
 """
 ROWS = 64
 """Rows of an instruction."""
+FEWEST = 16
+"""Elements of k that an instruction takes."""
 GROUP = 8
 """Rows of tiles that are walked together, at most."""
 WIDE = 64
@@ -179,10 +181,12 @@ def abreast(p: Product, columns: int) -> Iterator[Tile]:
 
 
 def step(p: Product) -> int:
-    """Elements of k in a step of a product."""
+    """Elements of k in a step of a product: no more than the last axis has, where there are others around it."""
+    last = STEP if len(p.axes) == 1 else max(FEWEST, 1 << (p.axes[-1].extent - 1).bit_length())
     if promotes(p):
-        return STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP
-    return max(16, STEP * 4 // max(len(p.sites[0].terms), 4))  # all terms of a step are in registers at once
+        return min(last, STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP)
+    terms = max(len(p.sites[0].terms), 4)  # all terms of a step are in registers at once
+    return min(last, max(FEWEST, STEP * 4 // terms))
 
 
 def _lengthens(p: Product, k: int) -> bool:

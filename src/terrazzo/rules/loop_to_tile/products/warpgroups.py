@@ -33,6 +33,7 @@ from terrazzo.rules.loop_to_tile.products.making import (
 from terrazzo.rules.loop_to_tile.products.results import along, results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     COLUMNS,
+    FEWEST,
     GROUP,
     LEAST,
     ROWS,
@@ -173,8 +174,8 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
     if len(types) != 1:
         return [], "its factors are of different types"
-    if (short := p.axes[-1].extent) < STEP and len(p.axes) > 1:
-        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {STEP}"
+    if (short := p.axes[-1].extent) < FEWEST and len(p.axes) > 1:
+        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {FEWEST}"
     if why := not_converted(p, step(p)):
         return [], why
     for x in p.operands:
@@ -205,8 +206,10 @@ def _no_steps(x: Any, p: Product) -> str:
 
 
 def _no_boxes(x: Any, p: Product) -> str:
-    """Why TMA moves no boxes of an operand, however long they are; nothing where it may."""
-    found = box(x, {a: 1 for a in (p.m, p.n, *p.axes) if a in x.free})
+    """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Of outer axes of steps, each
+    box is at one place.
+    """
+    found = box(x, {a: 1 for a in (p.m, p.n, p.axes[-1]) if a in x.free})
     if isinstance(found, str):
         return found
     if found.along[-1] is None:

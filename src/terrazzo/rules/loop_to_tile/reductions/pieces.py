@@ -11,7 +11,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite
+from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
 from terrazzo.rules.loop_to_tile.products import tiles
 from terrazzo.rules.loop_to_tile.reductions import reductions
@@ -32,14 +32,9 @@ def in_pieces(
 ) -> Iterator[Candidate]:
     """A kernel of partial states, in each way it can be run, and one that combines them and does the rest."""
     first, second = split(kernel, reduces, pieces, unit)
-    rewrites: list[Rewrite] = [("split", kernel, (first, second))]
-    rest = meeting(second, gpu)
-    if product(first) is not None:
-        flat = collapse(second) if all(s.free >= frozenset(second.axes) for s in second.stores) else second
-        rest = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
-        rewrites.append(("collapse", second, (flat,)))
+    rest = added_up(second, gpu) if product(first) is not None else Candidate((meeting(second, gpu),))
     for part in partial_states(first, pieces, gpu, pinned):
-        yield Candidate((part, rest)).after(*rewrites)
+        yield joined((Candidate((part,)), rest)).after(("split", kernel, (first, second)))
 
 
 def partial_states(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Chosen]:
@@ -54,6 +49,13 @@ def partial_states(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str,
             yield part, chosen, "split", f"{why}; {reason}"
     else:
         yield from ((kernel, chosen, "split", f"{why}; {reason}") for chosen, _, reason in together(kernel, gpu))
+
+
+def added_up(kernel: l.Kernel, gpu: Gpu) -> Candidate:
+    """What adds up the partial sums of a product's tiles."""
+    flat = collapse(kernel) if all(s.free >= frozenset(kernel.axes) for s in kernel.stores) else kernel
+    chosen = flat, reductions.finish(flat, gpu), "finish", "partial states meet, in order"
+    return Candidate((chosen,)).after(("collapse", kernel, (flat,)))
 
 
 def meeting(kernel: l.Kernel, gpu: Gpu) -> Chosen:

@@ -1,0 +1,161 @@
+"""Sums of products over the points of images, one of which lies under the taps of a filter, as the gradient of a
+convolution's weights. Channels are contiguous, and are rows and columns; each tap is a product of its own; and a step
+takes channels at one point of many images, so that no window lies within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from terrazzo.hw.gpu import Gpu
+from terrazzo.ir.address import coefficient, mentions
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute
+from terrazzo.ir.sites import Product, product
+from terrazzo.rules.loop_to_tile.products import tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.packed import dimension
+from terrazzo.rules.loop_to_tile.products.results import along, results
+from terrazzo.rules.loop_to_tile.products.work import STEP
+from terrazzo.rules.loop_to_tile.reductions.split import split
+
+LEAST = 16
+"""Steps that an instruction takes together."""
+MOST = 4
+"""Tiles that are worth trying, of each number of pieces."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Of such a sum: the axes of results, the last two of which are channels of either factor, and the numbers of the
+    axes of its steps, the last of which a step takes many of, and the one before it is the longest.
+    """
+
+    axes: tuple[Any, ...]
+    steps: tuple[int, ...]
+    longest: int
+
+
+def found(kernel: l.Kernel) -> Taps | None:
+    """A kernel as such a sum; None where it is none, or has no taps."""
+    p = product(kernel)
+    if p is None or len(p.sites) != 1 or len(p.axes) < 2:
+        return None
+    loads = [x for x in p.operands if isinstance(x, l.Load)]
+    if len(loads) < len(p.operands):
+        return None
+    free, (first, second) = frozenset(kernel.axes), p.factors(p.sites[0])
+    rows, columns = (
+        [a for a in kernel.axes if a in mine.free - other.free] for mine, other in ((first, second), (second, first))
+    )
+    rows = [a for a in rows if all(along(x, a) for x in loads if x.free & free == first.free & free)]
+    columns = [a for a in columns if all(along(x, a) for x in loads if x.free & free == second.free & free)]
+    if len(rows) != 1 or len(columns) != 1:
+        return None
+    others = [a for a in kernel.axes if a not in (*rows, *columns)]
+    deep = [a for a in p.axes if a.extent >= LEAST and all(_walks(x, a) for x in loads)]
+    if not deep:
+        return None
+    depth = max(deep, key=lambda a: (min(a.extent, STEP), a.extent))
+    rest = sorted((a for a in p.axes if a is not depth), key=lambda a: a.extent)
+    number = {a: k for k, a in enumerate(p.axes)}
+    return Taps((*others, *rows, *columns), (*(number[a] for a in rest), number[depth]), rest[-1].extent)
+
+
+def _walks(x: l.Load, axis: Any) -> bool:
+    """Whether an axis of steps walks a dimension: by itself, so that beyond its end both factors are 0; or in whole
+    steps, together with others.
+    """
+    if dimension(x, axis) is not None:
+        return True
+    places = [e for e in x.index if mentions(e, axis)]
+    return len(places) == 1 and coefficient(places[0], axis) == 1 and axis.extent % STEP == 0
+
+
+def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
+    """A sum of products over points under taps, with its axes in the order in which tiles take them; or, in several
+    `pieces` of its longest axis of steps, a kernel of partial sums and one that adds them up.
+
+    @loop
+    def f(g: f32[16, 4, 6] @ (24, 1, 4), x: f32[16, 5, 6] @ (30, 1, 5)):
+        with kernel('z', z=f32[4, 5, 3]):
+            for a0 in free(4):
+                for a1 in free(5):
+                    for a2 in free(3):
+                        for r0, r1 in reduce(16, 6):
+                            in0 = g[r0, a0, r1]
+                            in1 = x[r0, a1, r1 + a2 - 1] if r1 + a2 >= 1 and r1 + a2 < 7 else 0
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1, a2] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(g: f32[16, 4, 6] @ (24, 1, 4), x: f32[16, 5, 6] @ (30, 1, 5)):
+        with kernel('z', z=f32[4, 5, 3]):
+            for a2 in free(3):
+                for a0 in free(4):
+                    for a1 in free(5):
+                        for r0, r1 in reduce(6, 16):
+                            in0 = g[r1, a0, r0]
+                            in1 = x[r1, a1, r0 + a2 - 1] if r0 + a2 >= 1 and r0 + a2 < 7 else 0
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1, a2] = acc0
+        return (z,)
+    """
+    taps = found(kernel)
+    if taps is None:
+        return (kernel,)
+    if pieces == 1:
+        return (_ordered(kernel, taps.axes, taps.steps),)
+    *others, longest, depth = taps.steps
+    whole = _ordered(kernel, taps.axes, (*others, depth, longest))
+    part, rest = split(whole, [_sum(whole)], pieces)
+    last = len(taps.steps) - 1
+    return _ordered(part, part.axes, (*range(last - 1), last, last - 1)), rest
+
+
+def _sum(kernel: l.Kernel) -> l.Reduce:
+    p = product(kernel)
+    assert p is not None
+    return p.sites[0].reduce
+
+
+def _ordered(kernel: l.Kernel, axes: Sequence[Any], steps: Sequence[int]) -> l.Kernel:
+    """A kernel of one sum with its axes, and those of its steps, in another order."""
+    old = _sum(kernel)
+    inner, args = l.open_binder(old)
+    new = l.Reduce.make(old.monoid, tuple(inner[k] for k in steps), tuple(args))
+    return l.Kernel(kernel.name, tuple(axes), tuple(substitute(s, {old: new}) for s in kernel.stores), kernel.source)
+
+
+@dataclass(frozen=True)
+class Way:
+    """The kernels of such a sum, the tile of the first, and nanoseconds of all by the model."""
+
+    kernels: tuple[l.Kernel, ...]
+    product: Product
+    plan: warpgroups.Plan
+    pieces: int
+    time: float
+
+
+@lru_cache(maxsize=256)
+def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
+    """The ways to run such a sum on instructions of warpgroups, best first; none where it is none."""
+    has, taps = gpu.warpgroups, found(kernel)
+    if has is None or taps is None:
+        return ()
+    every: list[Way] = []
+    for pieces in (n for n in range(1, min(taps.longest, 2 * gpu.processors) + 1) if taps.longest % n == 0):
+        kernels = taps_apart(kernel, pieces)
+        p = product(kernels[0])
+        if p is None or warpgroups.instructions_for(p, gpu)[1]:
+            continue
+        meeting = has.part + has.states * results(p).points * 4 / gpu.cache if pieces > 1 else 0.0
+        plans = [x for x in tiles.on_warpgroups(p, gpu) if x.pieces == 1][:MOST]
+        every += [Way(kernels, p, x, pieces, x.time + meeting) for x in plans]
+    return tuple(sorted(every, key=lambda way: way.time))
