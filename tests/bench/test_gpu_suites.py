@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from terrazzo.bench import article, fp32, gpu, gpu_report, gpu_suites, products, report  # noqa: E402
+from terrazzo.bench import article, fp32, gpu, gpu_report, gpu_suites, gradients, products, report  # noqa: E402
 from terrazzo.cli.bench import GpuSuite, app  # noqa: E402
 from terrazzo.errors import UserError  # noqa: E402
 from terrazzo.front.capture import capture  # noqa: E402
@@ -44,6 +44,23 @@ def test_a_case_moves_the_bytes_it_says(suite: str, monkeypatch: pytest.MonkeyPa
         assert case.bytes == sum(t.numel() * t.element_size() for t in (*given, found)), case.name
         assert exact(*given).shape == found.shape
         assert exact(*given).dtype == torch.float64
+
+
+def test_gradients_are_of_what_eager_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shaped(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=to_torch_dtype(DTYPES[dtype]), device="meta")
+
+    monkeypatch.setattr(gradients, "normal", shaped)
+    cases = gpu.SUITES["gradients"]()
+    assert len({(c.name, c.dtype) for c in cases}) == len(cases)
+    for case in cases:
+        fn, make, exact = case.make()
+        grad, x, w = make()
+        read = (grad, w) if case.group == "image" else (grad, x)
+        found = fn(grad, x, w)
+        assert found.shape == (x.shape if case.group == "image" else w.shape)
+        assert case.bytes == sum(t.numel() * t.element_size() for t in (*read, found)), case.name
+        assert exact(grad, x, w).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

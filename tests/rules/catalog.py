@@ -25,7 +25,7 @@ from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, 
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
-from terrazzo.rules.loop_to_tile.products import apart, packed, patches, unpacked, written_out
+from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
 from terrazzo.rules.loop_to_tile.reductions import rows
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
@@ -183,6 +183,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:written_out": of(written_out.written_out, kernels(lambda k: written_out.written_out(k, 1))),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:in_frames": of(frames.in_frames, kernels(lambda k: (frames.in_frames(k),))),
+    "schedule:taps_apart": of(taps.taps_apart, kernels(lambda k: taps.taps_apart(k, 1))),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
     "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),

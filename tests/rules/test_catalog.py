@@ -297,6 +297,23 @@ def with_products(program: Program) -> Any:
     return _in_one(lift(Program("tensor", "products", program.inputs, (t.reduce("sum", z, [2]),))))
 
 
+def with_taps(program: Program) -> Any:
+    """Loop IR of a sum over points of an image and what another has under taps, in one kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    shape, space = (16, 6, 8), (8, 8, 3, 16, 6)
+    places = t.coordinates(shape)
+    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    a, b, tap, n, point = t.coordinates(space)
+    under = point + tap - 1
+    left = t.index_map(image, space, (n, point, a))
+    right = t.index_map(image, space, (n, under, b), (under, 5 - under))
+    found = lift(Program("tensor", "taps", program.inputs, (t.reduce("sum", t.apply("mul", left, right), [3, 4]),)))
+    stored = [s for s in found.steps if s.writes[0].type.shape == shape]
+    rest = _in_one(loop.Program(found.name, found.inputs, found.steps[len(stored) :], found.results))
+    return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
+
+
 def _in_one(found: Any) -> Any:
     """What others than results are made of, on its way in those that read it."""
     steps = [*found.steps]
@@ -318,6 +335,9 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         return before, CATALOG[name].apply(before)
     if name == "schedule:factor_apart":
         before = with_products(program)
+        return before, CATALOG[name].apply(before)
+    if name == "schedule:taps_apart":
+        before = with_taps(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)

@@ -19,6 +19,7 @@ from terrazzo.bench import fp32, products
 from terrazzo.bench.article import article
 from terrazzo.bench.attention import attention
 from terrazzo.bench.gpu_suites import Case, block, convolution, gemm, pointwise, reduction
+from terrazzo.bench.gradients import gradients
 from terrazzo.bench.harness import accuracy, peak, surroundings, using
 from terrazzo.bench.measure import save
 from terrazzo.options import Options
@@ -35,6 +36,7 @@ SUITES: dict[str, Callable[[], tuple[Case, ...]]] = {
     "fp32-hard": fp32.hard,
     "attention": attention,
     "convolution": convolution,
+    "gradients": gradients,
     "block": block,
     "article": article,
     "squares": products.squares,

@@ -224,6 +224,7 @@ GPU_TITLES = {
     "fp32-hard": "GPU: products of float32 that are hard to compute exactly",
     "attention": "GPU: attention (each case beside the peers that it has times of)",
     "convolution": "GPU: convolutions",
+    "gradients": "GPU: gradients of convolutions",
     "block": "GPU: decoder layers",
     "article": "GPU: the kernels of a decoder layer, one at a time",
     "squares": "GPU: squares in bf16 and f16",

@@ -19,6 +19,8 @@ KINDS = {
     ("fp32-frozen", ""): "the same with frozen weights",
     ("fused", ""): "products with what surrounds them",
     ("convolution", ""): "convolutions with bias and ReLU",
+    ("gradients", "image"): "gradients of convolutions' images",
+    ("gradients", "weights"): "gradients of convolutions' weights",
     ("attention", "forward"): "attention, forward",
     ("attention", "odd"): "attention, heads of 80, 96 and 192",
     ("attention", "backward"): "attention, forward and backward",

@@ -35,6 +35,7 @@ class GpuSuite(StrEnum):
     fp32_hard = "fp32-hard"
     attention = "attention"
     convolution = "convolution"
+    gradients = "gradients"
     block = "block"
     article = "article"
     squares = "squares"

@@ -54,14 +54,15 @@ def found(kernel: l.Kernel) -> Taps | None:
     columns = [a for a in columns if all(along(x, a) for x in loads if x.free & free == second.free & free)]
     if len(rows) != 1 or len(columns) != 1:
         return None
-    others = [a for a in kernel.axes if a not in (*rows, *columns)]
+    channels = [a for a in kernel.axes if a in (*rows, *columns)]
+    others = [a for a in kernel.axes if a not in channels]
     deep = [a for a in p.axes if a.extent >= LEAST and all(_walks(x, a) for x in loads)]
     if not deep:
         return None
     depth = max(deep, key=lambda a: (min(a.extent, STEP), a.extent))
     rest = sorted((a for a in p.axes if a is not depth), key=lambda a: a.extent)
     number = {a: k for k, a in enumerate(p.axes)}
-    return Taps((*others, *rows, *columns), (*(number[a] for a in rest), number[depth]), rest[-1].extent)
+    return Taps((*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent)
 
 
 def _walks(x: l.Load, axis: Any) -> bool:

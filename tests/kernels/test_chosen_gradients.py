@@ -1,0 +1,80 @@
+"""What is chosen for the gradients of a convolution's weights: a product for each tap, whose steps go along the batch,
+of images as they lie in memory, channels last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels import programs
+from tests.kernels.test_chosen_convolutions import t
+
+from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import GPUS
+from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.sites import product
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.estimate import estimate
+from terrazzo.rules.loop_to_tile.products import taps
+
+
+def of_weights(size: int, width: int, stride: int, batch: int, dtype: torch.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """The gradient of the weights of a convolution from 64 channels to 64, and what it is given."""
+    pad, out = width // 2, (size + 2 * (width // 2) - width) // stride + 1
+    options = (None, [stride] * 2, [pad] * 2, [1, 1], False, [0, 0], 1, [False, True, False])
+    given = tuple(
+        t(*shape, dtype=dtype) for shape in ((batch, 64, out, out), (batch, 64, size, size), (64, 64, width, width))
+    )
+    return lambda g, x, w: torch.ops.aten.convolution_backward(g, x, w, *options)[1], given
+
+
+SIZES = (8, 3, 1, 32), (8, 3, 2, 16), (6, 1, 2, 48), (7, 3, 1, 20), (64, 3, 1, 2)
+"""Of images, filters, strides and batches."""
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_no_image_is_copied_and_results_are_right(size: tuple[int, ...], dtype: Any) -> None:
+    fn, given = of_weights(*size, dtype)  # type: ignore[arg-type]
+    found = programs.lowered(fn, given, "sm_90a")
+    first = next(x for x in found.kernels if any(isinstance(s, k.MultiplyAsync) for s in k.walk(x.body)))
+    parts = [x for x in found.kernels if "parts" in x.name]
+    assert bool(parts) == (dtype is torch.float32)
+    assert len([x for x in found.kernels if x is not first]) - len(parts) <= 1  # what adds up partial sums
+    exact = fn(*(x.double() for x in given)).numpy()
+    ours = found.simulated()[0].astype(np.float64)
+    eager = fn(*given).double().numpy()
+    off, off_eager = (np.sqrt(np.square(x - exact).mean()) for x in (ours, eager))
+    assert off <= 2 * off_eager
+
+
+def test_what_no_point_sees_is_multiplied_by_nothing() -> None:
+    """Images that hold infinities at their border: taps that do not reach these have no NaN."""
+    fn, (g, x, w) = of_weights(8, 3, 1, 20, torch.bfloat16)
+    x[:, :, 0] = torch.inf
+    found = programs.lowered(fn, (g.abs() + 1, x, w), "sm_90a")
+    ours, eager = found.simulated()[0].astype(np.float64), fn(g.abs() + 1, x.float().to(x.dtype), w).double().numpy()
+    assert (np.isfinite(ours) == np.isfinite(eager)).all() and np.isfinite(ours[:, :, 2]).all()
+
+
+def test_blocks_share_the_points_of_large_images() -> None:
+    fn, given = of_weights(56, 3, 1, 32, torch.bfloat16)
+    done = lowering(
+        capture(fn, tuple(x.to("meta") for x in given)).program, Options(target="sm_90a", libraries="never")
+    )
+    part, rest = done.loop.steps
+    (p,) = filter(None, [product(part)])
+    assert [a.extent for a in part.axes] == [14, 3, 3, 64, 64]
+    assert [a.extent for a in p.axes] == [56, 4, 32]
+    assert sum(estimate(x, GPUS["sm_90a"]).time for x in (part, rest)) < 60_000
+
+
+def test_nothing_is_moved_whose_channels_lie_apart() -> None:
+    fn, given = of_weights(56, 3, 1, 32, torch.bfloat16)
+    captured = capture(fn, tuple(x.contiguous().to("meta") for x in given))
+    done = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    assert all(taps.ways(x, GPUS["sm_90a"]) == () for x in done.loop.steps)
