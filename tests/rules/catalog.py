@@ -183,6 +183,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:written_out": of(written_out.written_out, kernels(lambda k: written_out.written_out(k, 1))),
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:in_frames": of(frames.in_frames, kernels(lambda k: (frames.in_frames(k),))),
+    "schedule:channels_beside": of(packed.channels_beside, kernels(packed.channels_beside)),
     "schedule:taps_apart": of(taps.taps_apart, kernels(lambda k: taps.taps_apart(k, 1))),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),

@@ -69,7 +69,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from _across(kernel, p, gpu, pinned, pick)
         yield from _results(kernel, gpu, pinned, pick)
         yield from _each(kernel, gpu, pinned, pick)
-        yield from by_taps(kernel, p, gpu)
+        yield from by_taps(kernel, p, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from in_tiles(kernel, p, gpu, pinned)

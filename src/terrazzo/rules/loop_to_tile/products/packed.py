@@ -248,6 +248,74 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     return _reading(kernel, copies.values(), taken)
 
 
+def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+    """Copies of the factors of a sum of products that are contiguous along no axis of their own, with their longest one
+    contiguous, and `kernel`, which reads these.
+
+    @loop
+    def f(g: f32[16, 4, 6], x: f32[16, 8, 6]):
+        with kernel('z', z=f32[4, 8, 3]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    for a2 in free(3):
+                        for r0, r1 in reduce(16, 6):
+                            in0 = g[r0, a0, r1]
+                            in1 = x[r0, a1, r1 + a2 - 1] if r1 + a2 >= 1 and r1 + a2 < 7 else 0
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1, a2] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(g: f32[16, 4, 6], x: f32[16, 8, 6]):
+        with kernel('z_x', z_x=f32[16, 8, 6] @ (48, 1, 8)):
+            for a0 in free(768):
+                in0 = x[a0 // 48, a0 % 8, (a0 // 8) % 6]
+                z_x[a0 // 48, a0 % 8, (a0 // 8) % 6] = in0
+        with kernel('z_g', z_g=f32[16, 4, 6] @ (24, 1, 4)):
+            for a0 in free(384):
+                in0 = g[a0 // 24, a0 % 4, (a0 // 4) % 6]
+                z_g[a0 // 24, a0 % 4, (a0 // 4) % 6] = in0
+        with kernel('z', z=f32[4, 8, 3]):
+            for a0 in free(4):
+                for a1 in free(8):
+                    for a2 in free(3):
+                        for r0, r1 in reduce(16, 6):
+                            in0 = z_g[r0, a0, r1]
+                            in1 = z_x[r0, a1, r1 + a2 - 1] if r1 + a2 >= 1 and r1 + a2 < 7 else 0
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        z[a0, a1, a2] = acc0
+        return (z,)
+    """
+    p = product(kernel)
+    if p is None or len(p.sites) != 1:
+        return (kernel,)
+    copies: dict[l.Buffer, l.Kernel] = {}
+    taken: dict[Node, l.Load] = {}
+    first, second = p.factors(p.sites[0])
+    for mine, other in ((first, second), (second, first)):
+        own = [a for a in kernel.axes if a in mine.free - other.free]
+        loads = [x for x in p.operands if isinstance(x, l.Load) and not x.free.isdisjoint(own)]
+        alone = [a for a in own if all(dimension(x, a) is not None for x in loads)]
+        if any(all(_contiguous(x, a) for x in loads) for a in alone):
+            continue
+        whole = [a for a in alone if all(_wide(x, a) for x in loads)]
+        for x in loads if whole else ():
+            last = dimension(x, max(whole, key=lambda a: a.extent))
+            assert last is not None
+            if x.buffer not in copies:
+                copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
+            taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
+    return _reading(kernel, copies.values(), taken)
+
+
+def _wide(x: l.Load, axis: Any) -> bool:
+    """Whether rows along an axis begin at multiples of 16 bytes where it is contiguous."""
+    size: int = axis.extent * x.dtype.size
+    return size % WIDEST == 0
+
+
 def even(buffer: l.Buffer) -> bool:
     """Whether all rows of a buffer begin at multiples of 16 bytes."""
     steps = zip(buffer.type.shape, buffer.type.element_strides, strict=True)

@@ -41,18 +41,20 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
             yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
 
 
-def by_taps(kernel: l.Kernel, p: Product, gpu: Gpu) -> Iterator[Candidate]:
+def by_taps(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """A sum over points under taps with a product for each tap, where the model says that it is faster than boxes and
     other tiles, those after stored operands among them.
     """
     if not (ways := taps.ways(kernel, gpu)):
         return
     others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu), boxed(kernel, p, gpu))
+    why = "boxes are brought in along channels, and memory runs otherwise"
+    first, _ = copied(ways[0].turned[:-1], why, gpu, pinned)
     for way in ways:
         if way.time < others:
             rest = (added_up(x, gpu) for x in way.kernels[1:])
-            done = joined((Candidate((tiled(way.product, way.plan, gpu),)), *rest))
-            yield done.after(("taps_apart", kernel, way.kernels))
+            done = joined((first, Candidate((tiled(way.product, way.plan, gpu),)), *rest))
+            yield done.after(("channels_beside", kernel, way.turned), ("taps_apart", way.turned[-1], way.kernels))
 
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:

@@ -5,6 +5,7 @@ takes channels at one point of many images, so that no window lies within a step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,11 +16,13 @@ from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile.products import tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.packed import dimension
+from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.packed import channels_beside, dimension
 from terrazzo.rules.loop_to_tile.products.results import along, results
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
 from terrazzo.rules.loop_to_tile.products.work import STEP
 from terrazzo.rules.loop_to_tile.reductions.split import split
+from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
 LEAST = 16
 """Steps that an instruction takes together."""
@@ -47,11 +50,13 @@ def found(kernel: l.Kernel) -> Taps | None:
     if len(loads) < len(p.operands):
         return None
     free, (first, second) = frozenset(kernel.axes), p.factors(p.sites[0])
-    rows, columns = (
-        [a for a in kernel.axes if a in mine.free - other.free] for mine, other in ((first, second), (second, first))
-    )
-    rows = [a for a in rows if all(along(x, a) for x in loads if x.free & free == first.free & free)]
-    columns = [a for a in columns if all(along(x, a) for x in loads if x.free & free == second.free & free)]
+
+    def contiguous(mine: Any, other: Any) -> list[Any]:
+        side = [x for x in loads if x.free & free == mine.free & free]
+        own = [a for a in kernel.axes if a in mine.free - other.free]
+        return [a for a in own if all(along(x, a) and dimension(x, a) is not None for x in side)]
+
+    rows, columns = contiguous(first, second), contiguous(second, first)
     if len(rows) != 1 or len(columns) != 1:
         return None
     channels = [a for a in kernel.axes if a in (*rows, *columns)]
@@ -135,8 +140,11 @@ def _ordered(kernel: l.Kernel, axes: Sequence[Any], steps: Sequence[int]) -> l.K
 
 @dataclass(frozen=True)
 class Way:
-    """The kernels of such a sum, the tile of the first, and nanoseconds of all by the model."""
+    """Copies of factors and the kernel that reads them, those of its sum, the tile of the first of these, and
+    nanoseconds of all by the model.
+    """
 
+    turned: tuple[l.Kernel, ...]
     kernels: tuple[l.Kernel, ...]
     product: Product
     plan: warpgroups.Plan
@@ -144,19 +152,32 @@ class Way:
     time: float
 
 
+def _pieces(kernel: l.Kernel, taps: Taps, gpu: Gpu) -> list[int]:
+    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill half of a machine
+    at least, and those of eight times as much fill it twice at most.
+    """
+    *others, m, n = taps.axes
+    blocks = math.prod(a.extent for a in others) * ceil(m.extent, ROWS) * ceil(n.extent, ROWS)
+    few, many = (x * gpu.processors / blocks for x in (1 / 2, 2 * 8))
+    return [1, *(n for n in range(2, taps.longest + 1) if taps.longest % n == 0 and few <= n <= many)]
+
+
 @lru_cache(maxsize=256)
 def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
     """The ways to run such a sum on instructions of warpgroups, best first; none where it is none."""
-    has, taps = gpu.warpgroups, found(kernel)
+    turned = channels_beside(kernel)
+    *copies, form = turned
+    has, taps = gpu.warpgroups, found(form)
     if has is None or taps is None:
         return ()
+    before = sum(boxes.copying(x, gpu) for x in copies)
     every: list[Way] = []
-    for pieces in (n for n in range(1, min(taps.longest, 2 * gpu.processors) + 1) if taps.longest % n == 0):
-        kernels = taps_apart(kernel, pieces)
+    for pieces in _pieces(form, taps, gpu):
+        kernels = taps_apart(form, pieces)
         p = product(kernels[0])
         if p is None or warpgroups.instructions_for(p, gpu)[1]:
             continue
         meeting = has.part + has.states * results(p).points * 4 / gpu.cache if pieces > 1 else 0.0
         plans = [x for x in tiles.on_warpgroups(p, gpu) if x.pieces == 1][:MOST]
-        every += [Way(kernels, p, x, pieces, x.time + meeting) for x in plans]
+        every += [Way(turned, kernels, p, x, pieces, before + x.time + meeting) for x in plans]
     return tuple(sorted(every, key=lambda way: way.time))
