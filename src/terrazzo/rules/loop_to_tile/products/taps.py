@@ -14,6 +14,7 @@ from typing import Any
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
@@ -24,8 +25,8 @@ from terrazzo.rules.loop_to_tile.products.work import STEP
 from terrazzo.rules.loop_to_tile.reductions.split import split
 from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
-LEAST = 16
-"""Steps that an instruction takes together."""
+LEAST = 8
+"""Steps that are worth an instruction, which takes 16 together."""
 MOST = 4
 """Tiles that are worth trying, of each number of pieces."""
 
@@ -33,12 +34,14 @@ MOST = 4
 @dataclass(frozen=True)
 class Taps:
     """Of such a sum: the axes of results, the last two of which are channels of either factor, and the numbers of the
-    axes of its steps, the last of which a step takes many of, and the one before it is the longest.
+    axes of its steps, the last of which a step takes many of, and the one before it is the longest. The last one is to
+    be `cut` into runs of so many first, if any.
     """
 
     axes: tuple[Any, ...]
     steps: tuple[int, ...]
     longest: int
+    cut: int
 
 
 def found(kernel: l.Kernel) -> Taps | None:
@@ -61,23 +64,27 @@ def found(kernel: l.Kernel) -> Taps | None:
         return None
     channels = [a for a in kernel.axes if a in (*rows, *columns)]
     others = [a for a in kernel.axes if a not in channels]
-    deep = [a for a in p.axes if a.extent >= LEAST and all(_walks(x, a) for x in loads)]
-    if not deep:
+    runs = {a: _run(loads, a) for a in p.axes}
+    depth = max(p.axes, key=lambda a: (runs[a], runs[a] == a.extent, a.extent))
+    if runs[depth] < LEAST:
         return None
-    depth = max(deep, key=lambda a: (min(a.extent, STEP), a.extent))
     rest = sorted((a for a in p.axes if a is not depth), key=lambda a: a.extent)
     number = {a: k for k, a in enumerate(p.axes)}
-    return Taps((*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent)
+    cut = runs[depth] if runs[depth] < STEP and depth.extent % runs[depth] == 0 < depth.extent - runs[depth] else 0
+    return Taps((*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent, cut)
 
 
-def _walks(x: l.Load, axis: Any) -> bool:
-    """Whether an axis of steps walks a dimension: by itself, so that beyond its end both factors are 0; or in whole
-    steps, together with others.
+def _run(loads: Sequence[l.Load], axis: Any) -> int:
+    """How much of an axis of steps a step may take: it walks a dimension, by itself, so that beyond its end both
+    factors are 0; or together with others, and then steps are to be whole.
     """
-    if dimension(x, axis) is not None:
-        return True
-    places = [e for e in x.index if mentions(e, axis)]
-    return len(places) == 1 and coefficient(places[0], axis) == 1 and axis.extent % STEP == 0
+    extent: int = axis.extent
+    if all(dimension(x, axis) is not None for x in loads):
+        return min(extent, STEP)
+    places = [[e for e in x.index if mentions(e, axis)] for x in loads]
+    if any(len(each) != 1 or coefficient(each[0], axis) != 1 for each in places):
+        return 0
+    return next((n for n in (STEP, STEP // 2, STEP // 4) if extent % n == 0), 0)
 
 
 def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
@@ -115,6 +122,8 @@ def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
     taps = found(kernel)
     if taps is None:
         return (kernel,)
+    if taps.cut:
+        return taps_apart(_cut(kernel, taps.steps[-1], taps.cut), pieces)
     if pieces == 1:
         return (_ordered(kernel, taps.axes, taps.steps),)
     *others, longest, depth = taps.steps
@@ -128,6 +137,17 @@ def _sum(kernel: l.Kernel) -> l.Reduce:
     p = product(kernel)
     assert p is not None
     return p.sites[0].reduce
+
+
+def _cut(kernel: l.Kernel, number: int, run: int) -> l.Kernel:
+    """A kernel of one sum, an axis of whose steps is two: of runs of so many, and of those in a run."""
+    old = _sum(kernel)
+    inner, args = l.open_binder(old)
+    axis = inner[number]
+    runs, each = Var(l.fresh_name(), axis.extent // run), Var(l.fresh_name(), run)
+    moved = tuple(substitute(x, {axis: runs * run + each}) for x in args)
+    new = l.Reduce.make(old.monoid, (*inner[:number], runs, each, *inner[number + 1 :]), moved)
+    return l.Kernel(kernel.name, kernel.axes, tuple(substitute(s, {old: new}) for s in kernel.stores), kernel.source)
 
 
 def _ordered(kernel: l.Kernel, axes: Sequence[Any], steps: Sequence[int]) -> l.Kernel:
@@ -153,12 +173,13 @@ class Way:
 
 
 def _pieces(kernel: l.Kernel, taps: Taps, gpu: Gpu) -> list[int]:
-    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill half of a machine
+    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill a quarter of a machine
     at least, and those of eight times as much fill it twice at most.
     """
     *others, m, n = taps.axes
     blocks = math.prod(a.extent for a in others) * ceil(m.extent, ROWS) * ceil(n.extent, ROWS)
-    few, many = (x * gpu.processors / blocks for x in (1 / 2, 2 * 8))
+    few, many = (x * gpu.processors / blocks for x in (1 / 4, 2 * 8))
+    # the longest axis is as long before the last one is cut, and a run is shorter
     return [1, *(n for n in range(2, taps.longest + 1) if taps.longest % n == 0 and few <= n <= many)]
 
 
