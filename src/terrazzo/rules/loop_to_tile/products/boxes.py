@@ -26,8 +26,7 @@ from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
 from terrazzo.rules.loop_to_tile.products.patches import patches
 from terrazzo.rules.loop_to_tile.products.results import results
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import step as longest_step
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import STEP, Work, facts_of, lasts
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid, step

@@ -173,8 +173,8 @@ class Way:
 
 
 def _pieces(kernel: l.Kernel, taps: Taps, gpu: Gpu) -> list[int]:
-    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill a quarter of a machine
-    at least, and those of eight times as much fill it twice at most.
+    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill a quarter of a
+    machine at least, and those of eight times as much fill it twice at most.
     """
     *others, m, n = taps.axes
     blocks = math.prod(a.extent for a in others) * ceil(m.extent, ROWS) * ceil(n.extent, ROWS)

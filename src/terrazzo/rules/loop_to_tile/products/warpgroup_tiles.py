@@ -183,10 +183,14 @@ def abreast(p: Product, columns: int) -> Iterator[Tile]:
 def step(p: Product) -> int:
     """Elements of k in a step of a product: no more than the last axis has, where there are others around it."""
     last = STEP if len(p.axes) == 1 else max(FEWEST, 1 << (p.axes[-1].extent - 1).bit_length())
+    return min(last, longest_step(p))
+
+
+def longest_step(p: Product) -> int:
+    """Elements of k in a step of a product, whichever of its axes they are of."""
     if promotes(p):
-        return min(last, STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP)
-    terms = max(len(p.sites[0].terms), 4)  # all terms of a step are in registers at once
-    return min(last, max(FEWEST, STEP * 4 // terms))
+        return STEP // 2 if math.prod(a.extent for a in p.axes) < SHORT else STEP
+    return max(FEWEST, STEP * 4 // max(len(p.sites[0].terms), 4))  # all terms of a step are in registers at once
 
 
 def _lengthens(p: Product, k: int) -> bool:

@@ -14,6 +14,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
+from terrazzo.ir.address import mentions
 from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
@@ -206,10 +207,13 @@ def _no_steps(x: Any, p: Product) -> str:
 
 
 def _no_boxes(x: Any, p: Product) -> str:
-    """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Of outer axes of steps, each
-    box is at one place.
+    """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Where a box is one point wide,
+    outer axes of steps may walk in any steps.
     """
-    found = box(x, {a: 1 for a in (p.m, p.n, p.axes[-1]) if a in x.free})
+    *outer, depth = p.axes
+    inner = [a for a in (p.m, p.n, depth) if a in x.free]
+    beside = [a for a in outer if any(mentions(e, a) and any(mentions(e, b) for b in inner) for e in x.index)]
+    found = box(x, dict.fromkeys((*inner, *beside), 1))
     if isinstance(found, str):
         return found
     if found.along[-1] is None:
