@@ -72,7 +72,7 @@ def measure(
     """
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     if suite.startswith("fp32"):
         options = replace(options, fp32="split")
     start, meta = time.perf_counter(), measured_on()

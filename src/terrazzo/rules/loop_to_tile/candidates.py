@@ -15,6 +15,7 @@ from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.estimate import estimate, expected
+from terrazzo.rules.loop_to_tile.products import taps
 from terrazzo.rules.loop_to_tile.products.apart import factor_apart, products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.product_candidates import (
@@ -257,9 +258,13 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
 
 
 def _anyhow(kernel: l.Kernel, tiled: float, gpu: Gpu) -> float:
-    """Nanoseconds of a product that takes so many in tiles, or fewer in boxes or after its operands were stored."""
+    """Nanoseconds of a product that takes so many in tiles, or fewer in boxes, by taps or after its operands were
+    stored.
+    """
     p = product(kernel)
-    return min(tiled, boxed(kernel, p, gpu), _soonest(kernel, p, gpu)) if p is not None else tiled
+    if p is None:
+        return tiled
+    return min(tiled, boxed(kernel, p, gpu), _soonest(kernel, p, gpu), *(x.time for x in taps.ways(kernel, gpu)[:1]))
 
 
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:

@@ -46,10 +46,14 @@ class Libraries:
                     log.add(Event(PASS, "library", program.names.get(node, node.name), True, told))
                     found.add(node)
                 continue
+            if node.name == BACKWARD and is_called(node) and (why := unusual(node)):
+                log.add(Event(PASS, "library", program.names.get(node, node.name), True, f"{node.name}: {why}"))
+                found.add(node)
+                continue
             if (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
             ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
-            better = slower(ours, theirs)
+            better = slower(ours, theirs) or (node.name == BACKWARD and ours > theirs)
             mine = f"{OURS} {ours / 1e3:.1f} us {choice.options[OURS]}"
             told = f"{choice.subject}: {mine}, {LIBRARY}'s {theirs / 1e3:.1f} us"
             log.add(Event(PASS, "library", program.names.get(node, node.name), better, told))
@@ -259,6 +263,16 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
 def convolved(op: Any) -> Sequence[Any]:
     """What a convolution is given, image and weights first, or the one whose gradients an op computes."""
     return op.args[1:10] if op.name == BACKWARD else op.args  # type: ignore[no-any-return]
+
+
+def unusual(op: Aten) -> str:
+    """Why a gradient of a convolution is none of those that our kernels were measured at; nothing where it is one."""
+    _, x, _, _, stride, _, dilation, transposed, _, groups, mask = op.args
+    if x.type.rank != 4 or transposed or groups > 1 or any(d != 1 for d in dilation):
+        return "the convolution is none of images by whole filters"
+    sides = zip(x.type.static_shape[2:], stride * (2 // len(stride)), strict=True)
+    uneven = mask[0] and any(side % s for side, s in sides)
+    return "points that the stride does not divide go in no phases" if uneven else ""
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:

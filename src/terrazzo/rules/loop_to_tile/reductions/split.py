@@ -20,6 +20,7 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, topological, transform
 from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
+from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.fusion.inline import guarded, keeps_zero, rewrite_loads, select
 
 
@@ -59,7 +60,7 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         return (z,)
     """
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
-    part = Var("s", pieces)
+    part = Var(unused("s", {a.name for a in kernel.axes}), pieces)
     stores: list[l.Store] = []
     whole: dict[Node, Node] = {}
     for number, r in enumerate(reduces):
@@ -237,7 +238,7 @@ def split_moments(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kerne
     step = -(-length // (pieces * unit)) * unit
     if (last := length - (pieces - 1) * step) <= 0:
         return None
-    part, dtype = Var("s", pieces), total.dtype
+    part, dtype = Var(unused("s", {a.name for a in kernel.axes}), pieces), total.dtype
 
     def size(piece: Var) -> Any:
         """How many elements a piece has."""
