@@ -17,7 +17,7 @@ from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.access import WIDEST, box
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
-from terrazzo.rules.loop_to_tile.walked.threads import step
+from terrazzo.rules.loop_to_tile.walked.threads import size_of, step
 
 LEAST = 16
 """Steps that an instruction takes together: an axis of fewer is worth no boxes, however it lies in memory."""
@@ -302,7 +302,7 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             continue
         whole = [a for a in alone if all(_wide(x, a) for x in loads)]
         for x in loads if whole else ():
-            last = dimension(x, max(whole, key=lambda a: a.extent))
+            last = dimension(x, max(whole, key=size_of))
             assert last is not None
             if x.buffer not in copies:
                 copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
