@@ -87,20 +87,31 @@ class Results:
 
 
 def arrange(
-    graph: Any, wanted: Sequence[Any], *, views: bool = True, known: Sequence[Result | None] = ()
+    graph: Any,
+    wanted: Sequence[Any],
+    *,
+    views: bool = True,
+    known: Sequence[Result | None] = (),
+    renewed: Sequence[tuple[Any, Any]] = (),
 ) -> tuple[list[Any], Results]:
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
     `known` says where results come from, as far as that is known already. Without `views` every other wanted value is
     computed by itself, where it is no input, and lies as it is computed: nobody relies on how gradients lie. Autograd
-    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced.
+    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced. What looks
+    at the new value of a `renewed` input looks at that input, which has it then; its old value is computed, as others.
     """
     import torch
 
     places = {n: k for k, n in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     roots, hidden = _roots(graph)
+    for old, new in renewed if views else ():
+        fresh = roots[storage(new.meta["val"])] is new and new not in wanted  # else a result may have that memory, too
+        if fresh and new.meta["val"].stride() == old.meta["val"].stride() and not new.meta["val"].storage_offset():
+            places[new] = places[old]
     computed: dict[Any, int] = {}
     each: list[Result] = []
+    stale = {old for old, _ in renewed}
     rest = [w for k, w in enumerate(wanted) if not (known and known[k])]
     shared = Counter(_root(w, roots) for w in dict.fromkeys(rest) if isinstance(w, torch.fx.Node))
     for k, w in enumerate(wanted):
@@ -109,11 +120,11 @@ def arrange(
             each.append(found)
         elif root is None:
             each.append(Result("constant", w))
-        elif w in places:
+        elif w in places and w not in stale:
             each.append(Result("input", places[w]))
         elif w in wanted[:k]:
             each.append(Result("result", wanted.index(w)))
-        elif views and root in places:
+        elif views and root in places and root not in stale:
             each.append(Result("input", places[root], _between(w, root, hidden)))
         elif views and w is not root and (shared[root] > 1 or root.meta["val"].numel() <= w.meta["val"].numel()):
             alone = {w} if shared[root] == 1 else set()  # nothing else looks at that memory: autograd need not know
