@@ -72,11 +72,15 @@ def _axes(index: IntExpr) -> frozenset[object]:
     return index.free if isinstance(index, Expr) else frozenset()
 
 
-def pairs(steps: Steps) -> dict[l.Buffer, list[l.Buffer]]:
-    """What kernels store that is large, with all that each may take the place of."""
+def pairs(steps: Steps, kernels: bool = True) -> dict[l.Buffer, list[l.Buffer]]:
+    """What `kernels` store that is large, with all that each may take the place of; and what ops of PyTorch give that
+    can do what they do to their first operand in place.
+    """
     found: dict[l.Buffer, list[l.Buffer]] = {}
     for s in steps:
-        if isinstance(s, l.Kernel) and any(b.type.span >= WORTH for b in s.writes):
+        if isinstance(s, l.Call) and (old := changed_by(s)) is not None:
+            found[s.writes[0]] = [old]
+        elif kernels and isinstance(s, l.Kernel) and any(b.type.span >= WORTH for b in s.writes):
             for b, old in replaceable(s):
                 if b.type.span >= WORTH:
                     found.setdefault(b, []).append(old)
@@ -89,7 +93,7 @@ def updates(program: l.Program, updated: Sequence[str], products: bool = True) -
     these are through before it stores.
     """
     inputs = {b.name: b for b in program.inputs}
-    writer = {b: s for s in program.steps if isinstance(s, l.Kernel) for b in s.writes}
+    writer = {b: s for s in program.steps for b in s.writes}
     found = {}
     for b, old in zip(program.results[len(program.results) - len(updated) :], map(inputs.get, updated), strict=True):
         if old is None or b not in writer or b.type != old.type or program.results.count(b) > 1:
@@ -99,8 +103,12 @@ def updates(program: l.Program, updated: Sequence[str], products: bool = True) -
     return found
 
 
-def lies_over(kernel: l.Kernel, new: l.Buffer, old: l.Buffer, products: bool = True) -> bool:
-    """Whether a kernel may store in the memory of something that nobody reads afterwards, by its term alone."""
+def lies_over(kernel: l.Kernel | l.Call, new: l.Buffer, old: l.Buffer, products: bool = True) -> bool:
+    """Whether a kernel may store in the memory of something that nobody reads afterwards, by its term alone; or an op
+    of PyTorch work there.
+    """
+    if isinstance(kernel, l.Call):
+        return changed_by(kernel) is old
     if not any(isinstance(x, l.Load) and x.buffer is old for x in kernel.terms):
         return True
     alone = products or not any(isinstance(x, l.Reduce) and contraction(x) for x in kernel.carried)
@@ -141,6 +149,8 @@ def taken_over(
                 through = all(m < n for m in users) and (ahead is None or ahead(users, n))
                 if through and home not in seen and home not in results and b not in apart:
                     found[b] = home
+                    made.discard(b)
+                    theirs.discard(b)
                     continue
             for old in among.get(b, ()) if b not in apart else ():
                 through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
@@ -148,10 +158,37 @@ def taken_over(
                 if old in there and through and old not in seen and fits:
                     found[b] = old
                     there.discard(old)
+                    made.discard(b)
+                    theirs.discard(b)
                     theirs |= {b} if old in theirs else set()
                     break
         there.update(b for b in s.writes if b not in results)
     return found
+
+
+def changed_by(call: l.Call) -> l.Buffer | None:
+    """The operand of an op of PyTorch that a variant of the op writes its one result to; None where there is none."""
+    if call.order or len(call.results) != 1 or not call.args or not isinstance(call.args[0], l.Buffer):
+        return None
+    (new,), old = call.results, call.args[0]
+    again = l.Call(call.name, call.args[1:], call.kwargs, call.results)
+    alone = new is not None and new.type == old.type and old not in again.reads
+    return old if alone and in_place_variant(call.name) else None
+
+
+@lru_cache(maxsize=1024)
+def in_place_variant(name: str) -> str:
+    """What the op is called that does the same to its first operand, as aten.index_add_.default; "" if none does."""
+    head, _, overload = name.rpartition(".")
+    try:
+        plain, found = operator(name)._schema, operator(f"{head}_.{overload}")._schema
+    except UserError:
+        return ""
+    same = [(x.name, str(x.type)) for x in plain.arguments] == [(x.name, str(x.type)) for x in found.arguments]
+    written = [x.alias_info is not None and x.alias_info.is_write for x in found.arguments]
+    alone = len(plain.returns) == 1 and not any(x.alias_info for x in (*plain.arguments, *plain.returns))
+    first = written[:1] == [True] and not any(written[1:])
+    return f"{head}_.{overload}" if same and alone and first else ""
 
 
 @lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.in_place import pairs, updates
+from terrazzo.ir.in_place import in_place_variant, pairs, updates
 from terrazzo.ir.operators import draws
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
@@ -38,6 +38,7 @@ from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.once import Once
 from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, slots_in
 from terrazzo.run.switched import Switched, convolutions_in_tf32
+from terrazzo.run.taken import works_on
 from terrazzo.run.tensors import Expected
 from terrazzo.run.updated import Updated
 from terrazzo.targets import target
@@ -198,15 +199,21 @@ class Compiled:
         given = {k: frame.view(k, tensors) for k in slots_in([step.args, *step.kwargs.values()])}
         exactly = not (takes_any_strides(step.name) or draws(step.name))
 
+        here = works_on(step)
+        there = here is not None and step.results[0] is not None and self.plan.slots[step.results[0]].onto == here
+
         def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
-            return t.contiguous() if exactly and self.plan.slots[k].kind == "input" else t
+            copied = exactly and self.plan.slots[k].kind == "input" and not (there and k == here)
+            return t.contiguous() if copied else t
 
         args = to_torch(decode(step.args, given, whole))
         if step.name.startswith("aten.as_strided"):  # it counts from where memory begins: in an arena, there lie others
             args = (args[0].clone() if args[0].storage_offset() else args[0], *args[1:])
         kwargs = {name: to_torch(decode(v, given, whole)) for name, v in step.kwargs.items()}
         with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
-            out = operator(step.name)(*args, **kwargs)
+            out = operator(in_place_variant(step.name) if there else step.name)(*args, **kwargs)
+        if there:
+            return
         slots, places = self.plan.slots, {k: t.untyped_storage().data_ptr() for k, t in given.items()}
         made: dict[int, Any] = {}
         for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
@@ -347,7 +354,7 @@ def _build(
     first, rest = split(built.program, options.frozen)
     lowered: Any = built.lowering.at("tile") or built.lowering.at("loop")
     terms = getattr(lowered, "loop", lowered)
-    taken = pairs(terms.steps) if machine.in_place and terms else {}
+    taken = pairs(terms.steps, machine.in_place) if terms else {}
     given = updates(terms, options.updated, products=machine.in_place)
     plan = make(rest, built.entries, machine.processors, taken, options.updated, given)
     once = make(first, built.entries, onto=taken) if first else None

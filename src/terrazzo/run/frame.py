@@ -15,7 +15,7 @@ from terrazzo.run.arena import ALIGN
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import Layout, layout
-from terrazzo.run.plan import Plan, places_in, spans
+from terrazzo.run.plan import Plan, made_by_calls, places_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.taken import adopted, roots, updated
 from terrazzo.run.tensors import Expected
@@ -125,7 +125,7 @@ def _work(
     first, last = spans(plan, layout.moved)
     begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
     ends: list[list[int]] = [[] for _ in groups]
-    there = {k for s in plan.steps if not s.key for k in s.results} | updated(plan.slots).keys()
+    there = made_by_calls(plan) | updated(plan.slots).keys()
     for k, slot in enumerate(plan.slots):
         if (k in own or (slot.kind == "result" and k not in there)) and groups:
             begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))

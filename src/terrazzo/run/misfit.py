@@ -14,7 +14,7 @@ from terrazzo.ir.regions import ALIGNED, Piece
 from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
-from terrazzo.run.plan import Plan, Slot, as_rooted, mentioned, pieces, places_in, uses, whole_strides
+from terrazzo.run.plan import Plan, Slot, as_rooted, made_by_calls, mentioned, pieces, places_in, uses, whole_strides
 from terrazzo.run.taken import adopted, misplaced, roots, updated
 
 
@@ -42,7 +42,7 @@ def _odd(plan: Plan, whole: Any) -> str:
     """What a plan does that one of this program would not do."""
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
-    called = {k for s in plan.steps if not s.key for k in s.results}
+    called = made_by_calls(plan)
     inputs, ends = frozenset(plan.inputs), frozenset(plan.results)
     for k, slot in enumerate(plan.slots):
         kind = "input" if k in inputs else "result" if k in ends else "call" if k in called else "arena"

@@ -174,6 +174,12 @@ def mentioned(s: Step) -> list[int]:
     return [k for k in found if k is not None]
 
 
+def made_by_calls(plan: Plan) -> set[int]:
+    """The slots that ops of PyTorch make memory for; others work in that of an operand."""
+    given = (k for s in plan.steps if not s.key for k in s.results if k is not None)
+    return {k for k in given if plan.slots[k].onto is None}
+
+
 def uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
     """The first step that mentions a slot, and the last."""
     first: dict[int, int] = {}
@@ -268,10 +274,10 @@ def _made(
     there = {b for s in program.steps for b in (*s.reads, *s.writes)}
     buffers = list(dict.fromkeys([*program.inputs, *written, *(b for b in whole if b in there)]))
     number = {b: k for k, b in enumerate(buffers)}
-    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
-    own = set(program.inputs) | set(program.results) | called
     apart = any(p.branch for p in places)
     taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched, given)
+    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes if taken.get(b) not in s.reads}
+    own = set(program.inputs) | set(program.results) | called
     inputs, ends = frozenset(program.inputs), frozenset(program.results)
     for b, below in (pair for s in program.steps for pair in dict(getattr(s, "over", ())).items()):
         if taken.get(b) is not below:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.in_place import in_place_variant
 
 if TYPE_CHECKING:
-    from terrazzo.run.plan import Plan, Slot
+    from terrazzo.run.plan import Plan, Slot, Step
 
 T = TypeVar("T")
 
@@ -61,8 +62,8 @@ def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
 
 
 def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> Iterator[int]:
-    """Slots that lie in the memory of another one and may not: they may if a kernel writes them, which is the last to
-    use that; in that of an input, if they are its new value.
+    """Slots that lie in the memory of another one and may not: they may if a kernel writes them, or an op of PyTorch
+    that works there, which is the last to use that; in that of an input, if they are its new value.
     """
     slots, root = plan.slots, roots(plan.slots)
     takers = Counter(s.onto for s in slots)
@@ -78,8 +79,14 @@ def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> 
         fits = like and same and kinds and alone and not theirs and k in first and first[k] == last.get(old)
         if other.kind == "input":
             fits = like and alone and _renews(plan, k, old) and last.get(old, -1) <= first.get(k, -1)
-        if not fits or not plan.steps[first[k]].key:
+        if not fits or not (plan.steps[first[k]].key or works_on(plan.steps[first[k]]) == old):
             yield k
+
+
+def works_on(step: Step) -> int | None:
+    """The slot of the operand that an op of PyTorch may write its result to; None where there is none."""
+    first = step.args[0] if step.args and not step.key and in_place_variant(step.name) else None
+    return first["slot"] if isinstance(first, dict) and set(first) == {"slot"} else None
 
 
 def _renews(plan: Plan, k: int, old: int) -> bool:
