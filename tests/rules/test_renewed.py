@@ -42,6 +42,13 @@ def counted(cache: Any, k: Any, count: Any) -> Any:
     return cache.sum(2)
 
 
+def around(cache: Any, k: Any, count: Any) -> Any:
+    """Rows of a ring, of which each batch has its own: which of them is written is stored first."""
+    i, ring = torch.arange(cache.shape[0]), count % cache.shape[2]
+    cache[i, :, ring] = k
+    return cache.sum(2) * (ring[:, None, None] + 1)
+
+
 def columns(x: Any, y: Any) -> Any:
     x[:, 2:5] = y
     return y * 2
@@ -109,6 +116,7 @@ PART: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] =
     "counted from the end": (each_its_own, lambda: (R(3, 16, 8), R(3, 8), at([-11, 0, -1])), 3 * 8),
     "each its own": (each_its_own, lambda: (R(3, 16, 8), R(3, 8), at([5, 0, 15])), 3 * 8),
     "a place that is computed": (counted, lambda: (R(2, 3, 16, 8), R(2, 3, 1, 8), at(5)), 2 * 3 * 8),
+    "around a ring": (around, lambda: (R(3, 2, 16, 8), R(3, 2, 8), at([5, 31, 16])), 3 * 2 * 8),
     "columns": (columns, lambda: (R(4, 8), R(4, 3)), 4 * 3),
     "added to some": (added_to_some, lambda: (R(4, 8), R(3)), 3),
     "last row": (last_row, lambda: (R(4, 8, 3), R(4, 3)), 4 * 3),

@@ -210,6 +210,20 @@ class Averaged(torch.nn.Module):
         return x - self.mean, self.count * 2
 
 
+class Stepped(torch.nn.Module):
+    """A counter that is branched on: a graph gives it back, which it has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("ring", torch.zeros(4, 6))
+
+    def forward(self, x: Any) -> Any:
+        self.steps += 1
+        self.ring[self.steps % 4] = x[0]
+        return x / (1 + self.steps), self.ring.sum()
+
+
 def viewed(x: Any, y: Any) -> Any:
     x[0].add_(1)
     y.t().mul_(2)
@@ -255,6 +269,7 @@ def overlapping() -> tuple[Any, ...]:
 AT = torch.tensor([3])
 CALLS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "buffers": (Averaged, lambda: (R(4, 6),)),
+    "steps": (Stepped, lambda: (R(4, 6),)),
     "views": (lambda: viewed, lambda: (R(4, 4), R(4, 4))),
     "both ways": (lambda: both_ways, lambda: (R(4, 4), R(4, 4))),
     "given back": (lambda: given_back, lambda: (R(4, 4), R(4, 4))),
@@ -361,3 +376,30 @@ def test_what_was_where_is_asked_again_when_tensors_lie_elsewhere(moving: Compil
         [],
         [],
     ]
+
+
+def decoded(keys: Any, values: Any, q: Any, k: Any, v: Any, at: Any) -> Any:
+    keys.index_copy_(2, at, k)
+    values.index_copy_(2, at, v)
+    seen = torch.arange(keys.shape[2], device=keys.device) <= at
+    at.add_(1)
+    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen[None, None, None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("length", [64, 1024])
+def test_on_a_gpu_a_cache_is_written_and_read(mode: str, length: int) -> None:
+    """Token after token, each of which sees those before it: kernels that read are launched while those that wrote
+    still run, and a graph is launched again with the same memory.
+    """
+    torch._dynamo.reset()
+    caches = [R(2, 4, length, 64, device="cuda").bfloat16() for _ in range(2)]
+    ours, theirs = ([*(x.clone() for x in caches), torch.tensor([3], device="cuda")] for _ in range(2))
+    call = torch.compile(decoded, backend="terrazzo", mode=mode)
+    with torch.no_grad():
+        for _ in range(40):
+            given = [R(2, 4, 1, 64, device="cuda").bfloat16() for _ in range(3)]
+            found, expected = (fn(*x[:2], *given, x[2]) for fn, x in ((call, ours), (decoded, theirs)))
+            torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+            assert all(map(torch.equal, ours, theirs))

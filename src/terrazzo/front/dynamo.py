@@ -22,7 +22,7 @@ from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.front.unfolded import unfold_by_views, windows
-from terrazzo.front.written import Write, put_back, taken_out
+from terrazzo.front.written import writes
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -188,19 +188,19 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     wanted = list(output.args[0])
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
-    writes: list[Write] = []
     try:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
-            writes = taken_out(graph)
-            computed, results = arrange(graph, wanted, views=views, renewed=writes)
-            if not (computed or writes or any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes)):
+            written = writes(graph)
+            computed, results = arrange(graph, wanted, views=views, renewed=written)
+            if not (computed or written or any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes)):
                 return make_boxed_func(lambda *args: results.make(args, ()))
-            output.args = ((*computed, *(new for _, new in writes)),)
-            like = {new: old.meta["val"] for old, new in writes if new not in computed}
-            program, constants = from_graph(graph, "forward", computed if views else (), like)
+            output.args = ((*computed, *(w.new for w in written)),)
+            like = {w.new: w.old.meta["val"] for w in written if w.new not in computed}
+            without = {w.node for w in written}
+            program, constants = from_graph(graph, "forward", computed if views else (), like, without)
             bound = {name: t.detach() for name, t in constants.items()}
             names = dict(zip(taken, program.input_names, strict=False))
-            changed = [placeholders.index(old) for old, _ in writes]
+            changed = [placeholders.index(w.old) for w in written]
             if static:
                 options = options.bound([*(names[k] for k in static if k in names and k not in changed), *bound])
             options = replace(options, updated=tuple(names[k] for k in changed))
@@ -208,7 +208,6 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:
         output.args = (tuple(wanted),)
-        put_back(graph, writes)
         refused = why.nodes if isinstance(why, Unheld) else ()
         # what one segment makes another takes as it was traced, also where nobody relies on how the last results lie
         if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, True))):
@@ -221,7 +220,6 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             raise
         _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
         output.args = (tuple(wanted),)
-        put_back(graph, writes)
         return run_by_pytorch(graph)
     finally:
         output.args = (tuple(wanted),)

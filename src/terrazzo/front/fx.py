@@ -18,17 +18,23 @@ from terrazzo.ir.types import Type, dense
 
 
 def from_graph(
-    gm: Any, name: str, placed: Collection[Any] = (), like: Mapping[Any, Any] = MappingProxyType({})
+    gm: Any,
+    name: str,
+    placed: Collection[Any] = (),
+    like: Mapping[Any, Any] = MappingProxyType({}),
+    without: Collection[Any] = (),
 ) -> tuple[Program, dict[str, Any]]:
     """The graph as a program, and the constant tensors it holds, by the name of the input they became. The values of
     nodes that are `placed` are to lie as they did when they were traced, where that has no gaps; and so are what ops
     that draw random numbers are given, since they draw them in the order of memory. Others are to lie `like` tensors.
+    Some nodes, which nothing but the output may use, it is `without`.
 
     A Limitation names every op that a program cannot hold, with its source line.
     """
     reader = _Reader(gm, {*placed, *(x for n in gm.graph.nodes if draws(n) for x in n.all_input_nodes)}, like)
     for node in gm.graph.nodes:
-        reader.read(node)
+        if node not in without:
+            reader.read(node)
     if reader.refused:
         raise Unheld(reader.refused)
     program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)

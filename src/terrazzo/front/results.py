@@ -15,6 +15,7 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.front.fx import attribute
+from terrazzo.front.written import Write
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def arrange(
     *,
     views: bool = True,
     known: Sequence[Result | None] = (),
-    renewed: Sequence[tuple[Any, Any]] = (),
+    renewed: Sequence[Write] = (),
 ) -> tuple[list[Any], Results]:
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
@@ -105,13 +106,15 @@ def arrange(
 
     places = {n: k for k, n in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     roots, hidden = _roots(graph)
-    for old, new in renewed if views else ():
-        fresh = roots[storage(new.meta["val"])] is new and new not in wanted  # else a result may have that memory, too
-        if fresh and new.meta["val"].stride() == old.meta["val"].stride() and not new.meta["val"].storage_offset():
-            places[new] = places[old]
+    for write in renewed:
+        old, new = write.old.meta["val"], write.new.meta["val"]
+        places[write.node] = places[write.old]
+        fresh = roots[storage(new)] is write.new and write.new not in wanted  # else a result may have that memory, too
+        if views and fresh and new.stride() == old.stride() and not new.storage_offset():
+            places[write.new] = places[write.old]
     computed: dict[Any, int] = {}
     each: list[Result] = []
-    stale = {old for old, _ in renewed}
+    stale = {write.old for write in renewed}
     rest = [w for k, w in enumerate(wanted) if not (known and known[k])]
     shared = Counter(_root(w, roots) for w in dict.fromkeys(rest) if isinstance(w, torch.fx.Node))
     for k, w in enumerate(wanted):

@@ -8,6 +8,7 @@ there already.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -22,6 +23,7 @@ from terrazzo.ir.verify import kernel_problem
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.folding.fold import COMPARED, folded, negated, place
 from terrazzo.rules.loop.folding.one_of_two import all_of, one_place
+from terrazzo.rules.loop.fusion.inline import inline, unproved
 from terrazzo.rules.loop.memory.lifetimes import needs_of
 
 PASS = "renew"
@@ -80,7 +82,11 @@ def renew(program: l.Program, updated: Sequence[str], log: Log, products: bool =
     for n, s in enumerate(steps):
         if not isinstance(s, l.Kernel) or not any(b in wanted for b in s.writes):
             continue
-        made = only_changed(s, wanted)
+        made, makers = only_changed(s, wanted), list[l.Kernel]()
+        if isinstance(made, str):
+            seen, makers = _seen_through(s, steps)
+            again = only_changed(seen, wanted) if makers else made
+            made = again if isinstance(again, l.Kernel) and len(again.carried) <= len(s.carried) else made
         if isinstance(made, str):
             log.add(Event(PASS, "only_changed", s.name, False, made))
             continue
@@ -90,9 +96,34 @@ def renew(program: l.Program, updated: Sequence[str], log: Log, products: bool =
             log.add(Event(PASS, "only_changed", s.name, False, "the old value is needed afterwards"))
             continue
         log.add(Event(PASS, "only_changed", s.name, True, "only what changes is stored, where the input lies"))
-        log.applied(PASS, "only_changed", s.name, [s], [made])
+        log.applied(PASS, "only_changed", s.name, [*makers, s], [made])
         steps[n] = made
-    return l.Program(ordered.name, ordered.inputs, tuple(steps), ordered.results)
+    return _needed(l.Program(ordered.name, ordered.inputs, tuple(steps), ordered.results))
+
+
+def _seen_through(kernel: l.Kernel, steps: Sequence[l.Kernel | l.Call]) -> tuple[l.Kernel, list[l.Kernel]]:
+    """A kernel that computes itself what others store that is no number with a fraction: it may say where something
+    changes. And these others.
+    """
+    writer = {b: s for s in steps if isinstance(s, l.Kernel) for b in s.writes if not b.type.dtype.is_float}
+    makers: list[l.Kernel] = []
+    while (maker := next((writer[b] for b in kernel.reads if b in writer), None)) is not None:
+        made = inline(kernel, maker)
+        if unproved([made]):
+            break
+        kernel = made
+        makers.insert(0, maker)
+    return kernel, makers
+
+
+def _needed(program: l.Program) -> l.Program:
+    """A program without kernels that store nothing that is read or given back."""
+    steps = list(program.steps)
+    needed = {*program.results, *(b for s in steps for b in s.reads)}
+    while gone := [s for s in steps if isinstance(s, l.Kernel) and needed.isdisjoint(s.writes)]:
+        steps = [s for s in steps if s not in gone]
+        needed = {*program.results, *(b for s in steps for b in s.reads)}
+    return program if len(steps) == len(program.steps) else replace(program, steps=tuple(steps))
 
 
 def new_values(program: l.Program, updated: Sequence[str]) -> dict[l.Buffer, l.Buffer]:
