@@ -97,11 +97,11 @@ class Compiled:
         """The results for these tensors, of which some may get new values. A tensor of another shape, type, layout or
         device is a UserError that names it.
         """
-        return self._call(self._checked(inputs), self._changed(inputs))
+        return self._call(self._checked(inputs), self._changed(inputs) if self.plan.updated else {})
 
     def consume(self, inputs: list[Any]) -> list[Any]:
         """The same, and the list is emptied: what only it held goes as soon as the program is through with it."""
-        tensors, changed = self._checked(inputs), self._changed(inputs)
+        tensors, changed = self._checked(inputs), self._changed(inputs) if self.plan.updated else {}
         inputs.clear()
         return self._call(tensors, changed)
 
@@ -116,8 +116,6 @@ class Compiled:
 
     def _changed(self, inputs: Sequence[Any]) -> dict[int, Any]:
         """The tensors that the call changes in place, by their slots, as they were given."""
-        if not self.plan.updated:
-            return {}
         given = dict(zip(self.varying, inputs, strict=True)) | self.bound
         return {k: given[k] for k in self.plan.updated}
 
@@ -125,12 +123,13 @@ class Compiled:
         with self.machine.current():
             if self.once is not None:
                 tensors |= self.once(tensors)
-            for k in self.updated.shared(tensors) if changed else ():
+            if not changed:
+                return self._run_all(tensors)
+            for k in self.updated.shared(tensors):
                 tensors[k] = Expected(self.plan.slots[k], self.machine.device).holding(tensors[k].detach())
             used = {k: tensors[k] for k in changed}
             results = self._run_all(tensors)
-            if changed:
-                self.updated.finish(changed, used, tensors)
+            self.updated.finish(changed, used, tensors)
             return results
 
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
