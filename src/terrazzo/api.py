@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -41,11 +42,10 @@ class CompiledCall:
             return results.only(values)
         import torch
 
-        computed = len(results.layouts)
+        if changed := [inputs[k] for k in captured.changed if not inputs[k].is_inference()]:
+            torch.autograd.graph.increment_version(changed)
         with torch.no_grad():
-            for k, new in zip(captured.changed, values[computed:], strict=True):
-                inputs[k].copy_(new)
-            return captured.whole(results.make(inputs, values[:computed]))
+            return captured.whole(results.make(inputs, values))
 
     def _leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments without their nesting; UserError where that is another than that of the example."""
@@ -92,12 +92,12 @@ class CompiledCall:
 
     def _refuse_aliases(self, inputs: list[Any]) -> None:
         """UserError where a tensor that is changed in place shares memory with another one."""
-        from terrazzo.front.effects import shares_memory
+        from terrazzo.front.effects import address
 
         captured = self.captured
+        users = Counter(map(address, (*inputs, *captured.bound.values())))
         for k in captured.changed:
-            others = [t for other, t in enumerate(inputs) if other != k]
-            if any(shares_memory(inputs[k], t) for t in (*others, *captured.bound.values())):
+            if users[address(inputs[k])] > 1 and inputs[k].untyped_storage().nbytes():
                 raise UserError(
                     f"input {captured.inputs[k]} is changed in place and shares memory with another input; "
                     "give a clone of it"
@@ -151,6 +151,6 @@ def compile(
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
     devices = [t.device for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"]
     device = str(devices[0]) if devices else "cpu"
-    chosen = chosen.bound(captured.bound)
+    chosen = replace(chosen.bound(captured.bound), updated=tuple(captured.inputs[k] for k in captured.changed))
     tune(captured.program, chosen, device)
     return CompiledCall(captured, compile_program(captured.program, captured.bound, chosen, device))

@@ -60,6 +60,8 @@ class Options:
                  again when PyTorch counts a change (`tensor._version`) or other memory. Changes that it does not count
                  are not seen: through `.data`, by a fused optimizer, by a replayed CUDA graph, by other libraries.
     frozen       inputs (by their name in the listing) of which the same is true.
+    updated      inputs (by their name) that a call changes: the last results are their new values, in this order. They
+                 are stored where the inputs lie as soon as nothing needs the old values, and are not given back.
     tune         on a GPU, seconds that may be spent on measuring schedules for kernels of which none were measured yet.
     spills       accept kernels that spill registers to memory; otherwise another schedule is tried first.
     strict       under torch.compile a compiler bug is an error; otherwise it is a warning, and PyTorch runs the graph.
@@ -82,6 +84,7 @@ class Options:
     tf32: bool = False
     freezing: bool = False
     frozen: tuple[str, ...] = ()
+    updated: tuple[str, ...] = ()
     tune: int = 0
     spills: bool = False
     strict: bool = False

@@ -62,6 +62,7 @@ from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.memory.places_read import places_read
 from terrazzo.rules.loop.memory.remake import remake
+from terrazzo.rules.loop.memory.renewed import new_values, renew, renewed
 from terrazzo.rules.loop.precision.lean_parts import lean_parts
 from terrazzo.rules.loop.precision.narrow import narrow
 from terrazzo.rules.loop.precision.parts import into_parts, parts_of
@@ -124,7 +125,8 @@ def _tensor(p: Program, log: Log, options: Options) -> Program:
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     """Kernels fused, but for what is named, and what is computed once."""
     kept, rates = (*options.materialize, *stored_once(p, options.frozen, log)), target(options.target).rates
-    fused = reduced_already(fuse(p, log, rates, kept, _texts(options)), log, rates)
+    renews = partial(renewed, wanted=new_values(p, options.updated))
+    fused = reduced_already(fuse(p, log, rates, kept, _texts(options), renews=renews), log, rates)
     return rows_gathered(fused, log, rates, kept)
 
 
@@ -226,11 +228,13 @@ def _scheduled(p: l.Program, log: Log, options: Options, tried: Experience) -> t
     windows where much memory is in use.
     """
     gpu, pins = machine(options), pinned(options)[0]
-    done = kernels_in_order(schedule(p, gpu, log, pins, _texts(options), tried), log, SCHEDULE)
+    given = new_values(p, options.updated)
+    done = kernels_in_order(schedule(p, gpu, log, pins, _texts(options), tried), log, SCHEDULE, given)
     if options.fuse and not options.frozen and not pins:
         again = lambda p, log: schedule(p, gpu, log, None, _texts(options), tried)  # noqa: E731
         done = makers_divided(done, log, target(options.target).rates, again)
-        done = kernels_in_order(copies_in_windows(p, done, log, partial(expected, gpu=gpu), again), log, SCHEDULE)
+        done = copies_in_windows(p, done, log, partial(expected, gpu=gpu), again)
+        done = kernels_in_order(done, log, SCHEDULE, given)
     return done
 
 
@@ -279,6 +283,8 @@ PASSES = (
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass("windows", "loop", "loop", "kernels that differ in the places where they read are one, which reads windows",
          lambda p, log, o, tried: places_read(p, log, constants(p, o.frozen))),
+    Pass("renew", "loop", "loop", "new values of inputs come after the old ones were read, and store what changes only",
+         lambda p, log, o, tried: renew(p, o.updated, log, target(o.target).gpu is not None)),
     Pass(SCHEDULE, "loop", "tile",
          "every kernel gets a schedule: the user's, or the best by the model of the machine",
          _scheduled),

@@ -67,4 +67,5 @@ def save(program: Any, options: Options) -> tuple[Path, str] | None:
     words += [] if options.fuse else ["--no-fuse"]
     words += [word for name in options.materialize for word in ("--materialize", name)]
     words += [word for name in options.frozen for word in ("--frozen", name)]
+    words += [word for name in options.updated for word in ("--updated", name)]
     return path, shlex.join(words)

@@ -48,7 +48,7 @@ def test_every_option_names_itself_when_its_type_is_wrong(name: str) -> None:
         (
             {"treads": 2},
             r"no option 'treads'; did you mean 'threads'\? "
-            r"The known ones are target, graph, libraries, schedules, fp32, tf32, freezing, frozen, tune, spills,",
+            r"The known ones are target, graph, libraries, schedules, fp32, tf32, freezing, frozen, updated, tune,",
         ),
         ({"zzz": 2}, r"no option 'zzz'\. The known ones are target"),
         ({"target": "cpy"}, r"no target 'cpy'; did you mean 'cpu'\? The known ones are auto, cpu, interpreter, sm_75"),

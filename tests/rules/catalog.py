@@ -21,7 +21,7 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
 from terrazzo.rules.loop.layout import channels, layout, lookups, phases, placed, turned
-from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake
+from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
@@ -110,6 +110,11 @@ def split_frames(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     return few_rows.split_frames(few_rows.share_rows(kernel), 2) or (kernel,)
 
 
+def updated(program: l.Program) -> list[str]:
+    """An input that the last result may be the new value of."""
+    return [b.name for b in program.inputs if b.type == program.results[-1].type][:1]
+
+
 def derive(program: Any) -> Any:
     """Kernels for a GPU; of loops, with the schedules that are chosen for it."""
     return deriving.program(program if isinstance(program, tile.Program) else choose.schedule(program, GPU, Log()), GPU)
@@ -166,6 +171,7 @@ CATALOG: dict[str, Rewrite] = {
         in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)
     ),
     "windows:places_read": of(places_read.places_read, lambda p: places_read.places_read(p, Log())),
+    "renew:only_changed": of(renewed.renew, lambda p: renewed.renew(p, updated(p), Log())),
     "schedule:collapse": of(collapse.collapse, kernels(lambda k: (collapse.collapse(k),))),
     "schedule:merge_product_axes": of(collapse.merge_product_axes, kernels(product_axes)),
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),

@@ -24,9 +24,9 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop, tile
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import substitute
-from terrazzo.ir.program import Program
+from terrazzo.ir.program import Input, Program
 from terrazzo.ir.text import parse, show
-from terrazzo.ir.types import bf16, f32, i64
+from terrazzo.ir.types import Type, bf16, f32, i64
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
@@ -248,6 +248,20 @@ def attention(x: Any, n: int) -> Any:
     )
 
 
+def with_a_state(program: Program) -> loop.Program:
+    """A kernel that gives an input new values, of a row, of some columns, or of both, and one that reads the old."""
+    state = Input("state", Type(f32, (4, 6)))
+    i, j = t.coordinates((4, 6))
+    n = sum(x.type.numel for x in program.inputs)
+    row, column = (t.iota((4, 6), e) for e in (i, j))
+    here = t.apply("eq", row, t.literal(n % 4, i64, (4, 6)))
+    there = t.apply("lt", column, t.literal(1 + n % 5, i64, (4, 6)))
+    chosen = (here, there, t.apply("and_", here, there))[n % 3]
+    new = t.where(chosen, t.apply("neg", state), state)
+    total = t.reduce("sum", state, [0])
+    return fuse(lift(Program("tensor", "renewed", (*program.inputs, state), (total, new))), Log(), Rates())
+
+
 def with_states(program: Program) -> Any:
     """Loop IR of states that are made one after the other, of each of which one kernel stores the sums of rows."""
     given = [x for x in program.inputs if x.type.numel]
@@ -332,6 +346,9 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         return before, CATALOG[name].apply(before)
     if name == "fuse:reduced_already":
         before = with_shares(program)
+        return before, CATALOG[name].apply(before)
+    if name == "renew:only_changed":
+        before = with_a_state(program)
         return before, CATALOG[name].apply(before)
     if name == "schedule:factor_apart":
         before = with_products(program)

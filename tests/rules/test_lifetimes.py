@@ -20,7 +20,7 @@ from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import LOWER, PASSES, stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.memory.lifetimes import _needs, in_order, in_use
+from terrazzo.rules.loop.memory.lifetimes import in_order, in_use, needs_of
 
 MEGA = 1 << 18
 """Elements of a megabyte."""
@@ -70,7 +70,7 @@ def test_random_programs_take_less_memory_and_keep_effects_in_order() -> None:
 
 def least(p: l.Program) -> int:
     """The most bytes in use at a time in the best of all orders."""
-    needs, kept = list(_needs(p.steps)), set(p.results)
+    needs, kept = list(needs_of(p.steps)), set(p.results)
     writer = {b: i for i, s in enumerate(p.steps) for b in s.writes}
     users = {b: {i for i, s in enumerate(p.steps) if b in (*s.reads, *s.writes)} for b in writer}
 

@@ -40,7 +40,7 @@ def lower(subject: Subject, request: Request) -> Lowering:
 
         dump.write(request.options.dump, done, request.options)
     unknown_buffers(done, request.options.materialize)
-    for name in request.options.frozen:
+    for name in (*request.options.frozen, *request.options.updated):
         if name not in (known := [b.name for b in done.loop.inputs]):
             raise UserError(unknown("input", name, known))
     last = done.at("kernel") or done.loop

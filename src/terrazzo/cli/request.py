@@ -113,6 +113,14 @@ def request(
             rich_help_panel=_HOW,
         ),
     ] = None,
+    updated: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="This input gets a new value: the last results are those, in this order. Repeatable.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
     schedule: Annotated[
         list[Path] | None,
         typer.Option(
@@ -197,6 +205,7 @@ def request(
             **chosen,
             "materialize": materialize or (),
             "frozen": frozen or (),
+            "updated": updated or (),
             "schedules": texts,
             "graph": graph,
             "spills": spills,

@@ -241,7 +241,7 @@ def _capture(
     placed: Sequence[Any] = ()
     if views and all(isinstance(e, int) for x in wanted for e in x.meta["val"].shape):  # else it is said whose are not
         wanted, results = arrange(gm, wanted, known=known)
-        placed = wanted
+        placed = [*wanted, *new]
     output.args = ((*wanted, *new),)
     gm.graph.eliminate_dead_code()
     try:

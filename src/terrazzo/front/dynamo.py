@@ -22,6 +22,7 @@ from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.front.unfolded import unfold_by_views, windows
+from terrazzo.front.written import writes
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -92,6 +93,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 inference_compiler=inference,
                 decompositions=table(),
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),
+                keep_inference_input_mutations=True,
             )
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
@@ -188,15 +190,20 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
     try:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
-            computed, results = arrange(graph, wanted, views=views)
-            if not computed and not any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes):
+            written = writes(graph)
+            computed, results = arrange(graph, wanted, views=views, renewed=written)
+            if not (computed or written or any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes)):
                 return make_boxed_func(lambda *args: results.make(args, ()))
-            output.args = (tuple(computed),)
-            program, constants = from_graph(graph, "forward", computed if views else ())
+            output.args = ((*computed, *(w.new for w in written)),)
+            like = {w.new: w.old.meta["val"] for w in written if w.new not in computed}
+            without = {w.node for w in written}
+            program, constants = from_graph(graph, "forward", computed if views else (), like, without)
             bound = {name: t.detach() for name, t in constants.items()}
+            names = dict(zip(taken, program.input_names, strict=False))
+            changed = [placeholders.index(w.old) for w in written]
             if static:
-                names = dict(zip(taken, program.input_names, strict=False))
-                options = options.bound([*(names[k] for k in static if k in names), *bound])
+                options = options.bound([*(names[k] for k in static if k in names and k not in changed), *bound])
+            options = replace(options, updated=tuple(names[k] for k in changed))
             tune(program, options, _device(graph))
             compiled = compile_program(program, bound, options, _device(graph))
     except Limitation as why:

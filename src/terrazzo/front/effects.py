@@ -18,13 +18,14 @@ _NO_STATE = ("_parameters", "_buffers", "_modules")
 
 def shares_memory(a: Any, b: Any) -> bool:
     """Whether two tensors lie in one storage."""
-    return bool(_address(a) and a.untyped_storage().nbytes() and a.device == b.device and _address(a) == _address(b))
+    return bool(address(a)[0] and a.untyped_storage().nbytes() and address(a) == address(b))
 
 
-def _address(t: Any) -> int:
+def address(t: Any) -> tuple[int, Any]:
+    """Where the memory of a tensor begins, on which device; 0 where nobody knows."""
     import torch
 
-    return int(t.untyped_storage().data_ptr()) if t.layout is torch.strided else 0
+    return int(t.untyped_storage().data_ptr()) if t.layout is torch.strided else 0, t.device
 
 
 def functional(module: Any, weights: Mapping[str, Any], args: Any, kwargs: Any) -> Any:

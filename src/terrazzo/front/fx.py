@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -16,16 +17,24 @@ from terrazzo.ir.torch_types import from_torch, type_of
 from terrazzo.ir.types import Type, dense
 
 
-def from_graph(gm: Any, name: str, placed: Collection[Any] = ()) -> tuple[Program, dict[str, Any]]:
+def from_graph(
+    gm: Any,
+    name: str,
+    placed: Collection[Any] = (),
+    like: Mapping[Any, Any] = MappingProxyType({}),
+    without: Collection[Any] = (),
+) -> tuple[Program, dict[str, Any]]:
     """The graph as a program, and the constant tensors it holds, by the name of the input they became. The values of
     nodes that are `placed` are to lie as they did when they were traced, where that has no gaps; and so are what ops
-    that draw random numbers are given, since they draw them in the order of memory.
+    that draw random numbers are given, since they draw them in the order of memory. Others are to lie `like` tensors.
+    Some nodes, which nothing but the output may use, it is `without`.
 
     A Limitation names every op that a program cannot hold, with its source line.
     """
-    reader = _Reader(gm, {*placed, *(x for n in gm.graph.nodes if draws(n) for x in n.all_input_nodes)})
+    reader = _Reader(gm, {*placed, *(x for n in gm.graph.nodes if draws(n) for x in n.all_input_nodes)}, like)
     for node in gm.graph.nodes:
-        reader.read(node)
+        if node not in without:
+            reader.read(node)
     if reader.refused:
         raise Unheld(reader.refused)
     program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)
@@ -44,8 +53,8 @@ class Unheld(Limitation):
 class _Reader:
     """Reads a graph node by node."""
 
-    def __init__(self, gm: Any, placed: Collection[Any]) -> None:
-        self.gm, self.placed = gm, placed
+    def __init__(self, gm: Any, placed: Collection[Any], like: Mapping[Any, Any]) -> None:
+        self.gm, self.like = gm, {n: n.meta["val"] for n in placed if "val" in n.meta} | dict(like)
         self.values: dict[Any, Any] = {}
         self.inputs: list[Input] = []
         self.constants: dict[str, Any] = {}
@@ -122,9 +131,9 @@ class _Reader:
             raise Limitation("it checks its data and returns nothing")
         val = node.meta["val"]
         if isinstance(val, (tuple, list)):
-            placed = {user.args[1] for user in node.users if user in self.placed}
-            return tuple(None if v is None else _type(v, k in placed) for k, v in enumerate(val))
-        return _type(val, node in self.placed)
+            like = {user.args[1]: self.like[user] for user in node.users if user in self.like}
+            return tuple(None if v is None else _type(v, like.get(k)) for k, v in enumerate(val))
+        return _type(val, self.like.get(node))
 
 
 def _argument(value: Any, values: dict[Any, Any]) -> Any:
@@ -164,14 +173,15 @@ def _reads_its_operand(node: Any) -> None:
         raise Limitation("it reads the storage behind a view, which is no value of the program")
 
 
-def _type(tensor: Any, placed: bool = False) -> Type:
-    """The type of a value inside the program: strides are ours to choose there, unless it is `placed`."""
+def _type(tensor: Any, like: Any = None) -> Type:
+    """The type of a value inside the program: strides are ours to choose there, unless it lies `like` something."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):
         raise Limitation(f"it returns a {type(tensor).__name__}, no tensor")
     found = type_of(tensor)
-    return dense(found) if placed else Type(found.dtype, found.shape)
+    strides = None if like is None else dense(type_of(like)).strides
+    return Type(found.dtype, found.shape, strides)
 
 
 def _is_number(node: Any, tensor: Any) -> bool:

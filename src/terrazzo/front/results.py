@@ -15,6 +15,7 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.front.fx import attribute
+from terrazzo.front.written import Write
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,33 @@ class Results:
 
 
 def arrange(
-    graph: Any, wanted: Sequence[Any], *, views: bool = True, known: Sequence[Result | None] = ()
+    graph: Any,
+    wanted: Sequence[Any],
+    *,
+    views: bool = True,
+    known: Sequence[Result | None] = (),
+    renewed: Sequence[Write] = (),
 ) -> tuple[list[Any], Results]:
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
     `known` says where results come from, as far as that is known already. Without `views` every other wanted value is
     computed by itself, where it is no input, and lies as it is computed: nobody relies on how gradients lie. Autograd
-    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced.
+    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced. What looks
+    at the new value of a `renewed` input looks at that input, which has it then; its old value is computed, as others.
     """
     import torch
 
     places = {n: k for k, n in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     roots, hidden = _roots(graph)
+    for write in renewed:
+        old, new = write.old.meta["val"], write.new.meta["val"]
+        places[write.node] = places[write.old]
+        fresh = roots[storage(new)] is write.new and write.new not in wanted  # else a result may have that memory, too
+        if views and fresh and new.stride() == old.stride() and not new.storage_offset():
+            places[write.new] = places[write.old]
     computed: dict[Any, int] = {}
     each: list[Result] = []
+    stale = {write.old for write in renewed}
     rest = [w for k, w in enumerate(wanted) if not (known and known[k])]
     shared = Counter(_root(w, roots) for w in dict.fromkeys(rest) if isinstance(w, torch.fx.Node))
     for k, w in enumerate(wanted):
@@ -109,11 +123,11 @@ def arrange(
             each.append(found)
         elif root is None:
             each.append(Result("constant", w))
-        elif w in places:
+        elif w in places and w not in stale:
             each.append(Result("input", places[w]))
         elif w in wanted[:k]:
             each.append(Result("result", wanted.index(w)))
-        elif views and root in places:
+        elif views and root in places and root not in stale:
             each.append(Result("input", places[root], _between(w, root, hidden)))
         elif views and w is not root and (shared[root] > 1 or root.meta["val"].numel() <= w.meta["val"].numel()):
             alone = {w} if shared[root] == 1 else set()  # nothing else looks at that memory: autograd need not know

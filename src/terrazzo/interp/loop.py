@@ -60,12 +60,14 @@ def run_kernel(kernel: l.Kernel, memory: dict[l.Buffer, Any], precise: bool = Fa
     done: dict[Node, Any] = {}
     for store in kernel.stores:
         shape, dtype = store.buffer.type.static_shape, numpy_type(store.buffer.type.dtype, precise)
-        out = memory.setdefault(store.buffer, np.zeros(shape, dtype))
+        below = np.zeros(shape, dtype) if store.over is None else memory[store.over].copy()
+        out = memory.setdefault(store.buffer, below)
         if 0 in extents:
             continue
-        value = _Evaluator(memory, precise, len(extents), zero_divides).value(store.value, env, done)
+        evaluator = _Evaluator(memory, precise, len(extents), zero_divides)
+        value = evaluator.value(store.value, env, done)
         axes = frozenset().union(*(e.free for e in store.index if isinstance(e, Expr)))
-        where = index.values(store.index, env, _no_read)
+        where = evaluator.indices(store.index, env, done)
         full = np.broadcast_shapes(*(np.shape(w) for w in where), *(np.shape(env[a]) for a in axes)) if where else ()
         out[tuple(np.broadcast_to(w, full) for w in where)] = np.broadcast_to(_squeeze(value, full), full)
 
@@ -86,7 +88,7 @@ class _Evaluator:
             case l.Literal():
                 return np.asarray(term.value, numpy_type(term.type, self.precise))
             case l.Index():
-                return np.asarray(self._indices([term.value], env, done)[0]).astype(np.int64)
+                return np.asarray(self.indices([term.value], env, done)[0]).astype(np.int64)
             case l.Apply():
                 args = [self.value(a, env, done) for a in term.args]
                 if is_cast(term.fn) and self.precise and DTYPES[term.fn.name].is_float:
@@ -104,12 +106,12 @@ class _Evaluator:
                 return self._scan(term, env)
         raise CompilerBug(f"the Loop IR interpreter does not know {type(term).__name__}")
 
-    def _indices(self, exprs: Sequence[Any], env: Mapping[Expr, Any], done: dict[Node, Any]) -> list[Any]:
+    def indices(self, exprs: Sequence[Any], env: Mapping[Expr, Any], done: dict[Node, Any]) -> list[Any]:
         return index.values(exprs, env, lambda term, _: self.value(term, env, done))
 
     def _load(self, term: l.Load, env: Mapping[Expr, Any], done: dict[Node, Any]) -> Any:
         data = self.memory[term.buffer]
-        found = self._indices((*term.index, *term.inside), env, done)
+        found = self.indices((*term.index, *term.inside), env, done)
         where, mask = found[: len(term.index)], np.asarray(True)
         for e in found[len(term.index) :]:
             mask = mask & (np.asarray(e) >= 0)
@@ -228,10 +230,6 @@ def _int(extent: Any) -> int:
     if not isinstance(extent, int):
         raise UserError(f"the interpreter needs a concrete size, not {extent}")
     return extent
-
-
-def _no_read(term: Node, env: Mapping[Expr, Any]) -> Any:
-    raise CompilerBug("a store index depends on data")
 
 
 def _squeeze(value: Any, full: tuple[int, ...]) -> Any:

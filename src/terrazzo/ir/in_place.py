@@ -1,16 +1,20 @@
-"""What a kernel stores in the memory of what it reads for the last time.
+"""What a kernel stores in the memory of something else: of what it reads for the last time, or of an input whose new
+value it is.
 
 Each of its elements is made of what lies in its own place, and of nothing else there: whoever stores it has read that
-before, and nobody else needs it. So the order in which elements are computed does not matter.
+before, and nobody else needs it. So the order in which elements are computed does not matter. The old value of an input
+may also be read by nobody any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from terrazzo.errors import UserError
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr
 from terrazzo.ir.node import per_node, topological
@@ -37,7 +41,7 @@ def replaceable(kernel: l.Kernel) -> tuple[tuple[l.Buffer, l.Buffer], ...]:
     once = [x for x, *others in loads.values() if not others and not x.inside]
     found = []
     for s in kernel.stores:
-        same = [x for x in once if _same_place(x, s)] if s.buffer.type.span >= WORTH else []
+        same = [x for x in once if _same_place(x, s)]
         if not same or not set(kernel.axes) <= {a for e in s.index for a in _axes(e)}:
             continue
         others = [t for t in kernel.stores if t is not s]
@@ -68,13 +72,47 @@ def _axes(index: IntExpr) -> frozenset[object]:
     return index.free if isinstance(index, Expr) else frozenset()
 
 
-def pairs(steps: Steps) -> dict[l.Buffer, list[l.Buffer]]:
-    """What kernels store, with all that each may take the place of."""
+def pairs(steps: Steps, kernels: bool = True) -> dict[l.Buffer, list[l.Buffer]]:
+    """What `kernels` store that is large, with all that each may take the place of; and what ops of PyTorch give that
+    can do what they do to their first operand in place.
+    """
     found: dict[l.Buffer, list[l.Buffer]] = {}
     for s in steps:
-        for b, old in replaceable(s) if isinstance(s, l.Kernel) else ():
-            found.setdefault(b, []).append(old)
+        if isinstance(s, l.Call) and (old := changed_by(s)) is not None:
+            found[s.writes[0]] = [old]
+        elif kernels and isinstance(s, l.Kernel) and any(b.type.span >= WORTH for b in s.writes):
+            for b, old in replaceable(s):
+                if b.type.span >= WORTH:
+                    found.setdefault(b, []).append(old)
     return found
+
+
+def updates(program: l.Program, updated: Sequence[str], products: bool = True) -> dict[l.Buffer, l.Buffer]:
+    """The new values of `updated` inputs, which are the program's last results, with these, as far as the terms of
+    kernels let them lie there: where one reads the input, it is that of its own place, and beside `products` only where
+    these are through before it stores.
+    """
+    inputs = {b.name: b for b in program.inputs}
+    writer = {b: s for s in program.steps for b in s.writes}
+    found = {}
+    for b, old in zip(program.results[len(program.results) - len(updated) :], map(inputs.get, updated), strict=True):
+        if old is None or b not in writer or b.type != old.type or program.results.count(b) > 1:
+            continue
+        if lies_over(writer[b], b, old, products):
+            found[b] = old
+    return found
+
+
+def lies_over(kernel: l.Kernel | l.Call, new: l.Buffer, old: l.Buffer, products: bool = True) -> bool:
+    """Whether a kernel may store in the memory of something that nobody reads afterwards, by its term alone; or an op
+    of PyTorch work there.
+    """
+    if isinstance(kernel, l.Call):
+        return changed_by(kernel) is old
+    if not any(isinstance(x, l.Load) and x.buffer is old for x in kernel.terms):
+        return True
+    alone = products or not any(isinstance(x, l.Reduce) and contraction(x) for x in kernel.carried)
+    return alone and (new, old) in replaceable(kernel)
 
 
 def taken_over(
@@ -83,14 +121,16 @@ def taken_over(
     among: Mapping[l.Buffer, Sequence[l.Buffer]],
     ahead: Callable[[Iterable[int], int], bool] | None = None,
     apart: Collection[l.Buffer] = (),
+    given: Mapping[l.Buffer, l.Buffer] = MappingProxyType({}),
 ) -> dict[l.Buffer, l.Buffer]:
     """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
     one after the other, or as `ahead` says, which is asked whether steps are through when another begins.
 
     That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. What one of
-    PyTorch's ops made becomes a result of the same type only; what is kept `apart` is left alone.
+    PyTorch's ops made becomes a result of the same type only; what is kept `apart` is left alone. What is `given` may
+    lie in the memory of an input, if none uses that afterwards.
     """
-    if not among:
+    if not among and not given:
         return {}
     uses: dict[l.Buffer, list[int]] = {}
     for n, s in enumerate(steps):
@@ -104,16 +144,51 @@ def taken_over(
     there: set[l.Buffer] = set()  # what was written, has not been taken over, and is no result
     for n, s in enumerate(steps):
         for b in s.writes:
+            if (home := given.get(b)) is not None:
+                users = [m for m in uses.get(home, ()) if m != n]
+                through = all(m < n for m in users) and (ahead is None or ahead(users, n))
+                if through and home not in seen and home not in results and b not in apart:
+                    found[b] = home
+                    made.discard(b)
+                    theirs.discard(b)
+                    continue
             for old in among.get(b, ()) if b not in apart else ():
                 through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
                 fits = old not in theirs or b not in results or (old in made and old.type == b.type)
                 if old in there and through and old not in seen and fits:
                     found[b] = old
                     there.discard(old)
+                    made.discard(b)
+                    theirs.discard(b)
                     theirs |= {b} if old in theirs else set()
                     break
         there.update(b for b in s.writes if b not in results)
     return found
+
+
+def changed_by(call: l.Call) -> l.Buffer | None:
+    """The operand of an op of PyTorch that a variant of the op writes its one result to; None where there is none."""
+    if call.order or len(call.results) != 1 or not call.args or not isinstance(call.args[0], l.Buffer):
+        return None
+    (new,), old = call.results, call.args[0]
+    again = l.Call(call.name, call.args[1:], call.kwargs, call.results)
+    alone = new is not None and new.type == old.type and old not in again.reads
+    return old if alone and in_place_variant(call.name) else None
+
+
+@lru_cache(maxsize=1024)
+def in_place_variant(name: str) -> str:
+    """What the op is called that does the same to its first operand, as aten.index_add_.default; "" if none does."""
+    head, _, overload = name.rpartition(".")
+    try:
+        plain, found = operator(name)._schema, operator(f"{head}_.{overload}")._schema
+    except UserError:
+        return ""
+    same = [(x.name, str(x.type)) for x in plain.arguments] == [(x.name, str(x.type)) for x in found.arguments]
+    written = [x.alias_info is not None and x.alias_info.is_write for x in found.arguments]
+    alone = len(plain.returns) == 1 and not any(x.alias_info for x in (*plain.arguments, *plain.returns))
+    first = written[:1] == [True] and not any(written[1:])
+    return f"{head}_.{overload}" if same and alone and first else ""
 
 
 @lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, misplaced, python_tree, too_deep
 from terrazzo.ir.show_expr import show_type
 from terrazzo.ir.types import Type
-from terrazzo.ir.verify import results_problem, step_problem, value_problem
+from terrazzo.ir.verify import overwritten, results_problem, step_problem, value_problem
 
 IRS = ("torch", "tensor", "loop", "tile", "kernel")
 _IRS = "@torch, @tensor, @loop, @tile or @kernel"
@@ -122,7 +122,7 @@ def _module(
                     reader.fail(s, why)
                 ready.update((b.name, b) for b in steps[-1].writes)
         results = reader.results(body[-1], scope, l.Buffer)
-        if why := results_problem(results, ready):
+        if why := results_problem(results, ready) or overwritten(steps, inputs, results):
             reader.fail(body[-1], why)
         program = l.Program(f.name, tuple(inputs), tuple(steps), results)
         return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))

@@ -47,7 +47,7 @@ class KernelReader(LoopReader):
             if key.arg not in _SHAPE:
                 if key.arg is None or key.arg in scope.values:
                     self.fail(head, f"{key.arg} is defined twice")
-                writes.append(l.Buffer(key.arg, self.tensor_type(key.value, scope)))
+                writes.append(self.stored(key.arg, key.value, scope))
                 scope.values[key.arg] = writes[-1]
                 self.places.add(key.arg, s)
         self.places.add(name, s)
@@ -61,10 +61,9 @@ class KernelReader(LoopReader):
         self.lines: list[ast.AST] = [s, *s.body[: len(shared)]]
         body = self.statements(rest, inner)
         source = self.comments.get(s.lineno, "")
-        params = (*reads, *writes)
-        kernel: k.Kernel = self.build(
-            s, k.Kernel, name, params, tuple(writes), grid, warps, tuple(shared), body, resident, source, cluster
-        )
+        params, over = (*reads, *writes), tuple((b, scope.over[b]) for b in writes if b in scope.over)
+        shape = (grid, warps, tuple(shared), body, resident, source, cluster, over)
+        kernel: k.Kernel = self.build(s, k.Kernel, name, params, tuple(writes), *shape)
         for number, line in enumerate(self.lines):
             self.places.add(TextLine(kernel, number), line)
         if why := problem(kernel):

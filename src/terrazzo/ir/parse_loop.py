@@ -33,7 +33,7 @@ class LoopReader(Reader):
                 for k in head.keywords:
                     if k.arg is None or k.arg in scope.values:
                         self.fail(head, f"{k.arg} is defined twice")
-                    scope.values[k.arg] = l.Buffer(k.arg, self.tensor_type(k.value, scope))
+                    scope.values[k.arg] = self.stored(k.arg, k.value, scope)
                     self.places.add(k.arg, s)
                 self.places.add(name, s)
                 axes: list[Any] = []
@@ -63,6 +63,16 @@ class LoopReader(Reader):
                 self.operator(c, name, args, kwargs, list(types))
                 return self.build(s, l.Call, name, args, kwargs, tuple(buffers), order, source)
         self.fail(s, 'expected `with kernel("name", result=type):` or `result, = call("aten.…", …, _types=(…,))`')
+
+    def stored(self, name: str, x: ast.expr, scope: Scope) -> l.Buffer:
+        """What a kernel stores: of a type, or like a buffer that it lies over."""
+        match x:
+            case ast.Call(func=ast.Name(id="over"), args=[old], keywords=[]):
+                below = self.lookup(old, scope, l.Buffer)
+                found = l.Buffer(name, below.type)
+                scope.over[found] = below
+                return found
+        return l.Buffer(name, self.tensor_type(x, scope))
 
     def block(
         self, body: list[ast.stmt], scope: Scope, axes: list[Any], stores: list[Any], reduce_axes: list[Any]
@@ -95,7 +105,8 @@ class LoopReader(Reader):
                 case ast.Assign(targets=[ast.Subscript(value=target, slice=where)], value=v):
                     index = () if empty(where) else self.indices(where, scope)
                     buffer = self.lookup(target, scope, l.Buffer)
-                    stores.append(self.build(s, l.Store, buffer, index, self.term(v, scope)))
+                    over = scope.over.get(buffer)
+                    stores.append(self.build(s, l.Store, buffer, index, self.term(v, scope), over))
                     if why := store_problem(stores[-1]):
                         self.fail(target, why)
                 case _:

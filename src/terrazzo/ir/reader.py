@@ -28,14 +28,15 @@ class Scope:
     """What names mean: values, buffers, terms, variables.
 
     Inside of a kernel its own names come first, but not in front of an index, where only a tensor can stand: those
-    `outside` may be called as an axis or a value is.
+    `outside` may be called as an axis or a value is. `over` has what buffers lie over.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     outside: dict[str, Any] = field(default_factory=dict)
+    over: dict[Any, Any] = field(default_factory=dict)
 
     def inner(self) -> Scope:
-        return Scope(dict(self.values), self.outside or self.values)
+        return Scope(dict(self.values), self.outside or self.values, self.over)
 
 
 class Reader:

@@ -25,7 +25,8 @@ def show_program(p: k.Program) -> str:
 def show_kernel(kernel: k.Kernel) -> list[str]:
     """The lines of a kernel."""
     reads = ", ".join(b.name for b in kernel.params if b not in kernel.writes)
-    outs = "".join(f", {b.name}={show_type(b.type)}" for b in kernel.writes)
+    over = {b: f"over({old.name})" for b, old in kernel.over}
+    outs = "".join(f", {b.name}={over.get(b) or show_type(b.type)}" for b in kernel.writes)
     shape = f"_grid={kernel.grid}, _warps={kernel.warps}, _resident={kernel.resident}, _reads=[{reads}]"
     shape += f", _cluster={kernel.cluster}" if kernel.cluster > 1 else ""
     lines = [f"with launch({kernel.name!r}, {shape}{outs}):{f'  # {kernel.source}' if kernel.source else ''}"]

@@ -33,7 +33,8 @@ def opaque(c: l.Call) -> list[str]:
 
 
 def show_kernel(k: l.Kernel) -> list[str]:
-    outs = "".join(f", {b.name}={show_type(b.type)}" for b in dict.fromkeys(k.writes))
+    over = {b: f"over({old.name})" for b, old in k.over.items()}
+    outs = "".join(f", {b.name}={over.get(b) or show_type(b.type)}" for b in dict.fromkeys(k.writes))
     head = f"with kernel({k.name!r}{outs}):" + (f"  # {k.source}" if k.source else "")
     return [head] + ["    " + line for line in _statements(n.nest(k), {})]
 

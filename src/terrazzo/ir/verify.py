@@ -4,15 +4,15 @@ Torch and Tensor IR: only ops of the dialect; every input declared; no value rea
 is proved that no index leaves its tensor where its guards hold.
 Loop IR: each buffer is written once, before it is read, by the step that owns it; every variable is bound by an axis of
 its kernel or a reduction; it is proved that no index leaves its buffer where its guards hold; every element is stored
-exactly once, and no two lie at one place. Tile IR: each schedule is one of a kernel, and fits it; each plan is one of a
-schedule.
+exactly once, or, over an input that nothing reads afterwards, at most once; and no two lie at one place. Tile IR: each
+schedule is one of a kernel, and fits it; each plan is one of a schedule.
 Kernel IR: every value and register exists where it is used, every loop's variable is bound, and no index leaves its
 place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -117,6 +117,8 @@ def _loop(p: l.Program) -> str:
         if why := step_problem(step, ready, problem):
             return why
         ready.update((b.name, b) for b in step.writes)
+    if why := overwritten(p.steps, p.inputs, p.results):
+        return why
     return results_problem(p.results, ready)
 
 
@@ -133,6 +135,19 @@ def step_problem(
         return f"{twice[0]} is written twice"
     if isinstance(step, l.Kernel) and (why := (problem or kernel_problem)(step)):
         return f"kernel {step.name}: {why}"
+    return ""
+
+
+def overwritten(steps: Sequence[l.Kernel | l.Call], inputs: Collection[l.Buffer], results: Collection[l.Buffer]) -> str:
+    """What lies over something that is no input, or is read or given back afterwards; "" if nothing."""
+    gone: dict[l.Buffer, l.Buffer] = {}
+    for step in steps:
+        if lost := next((b for b in step.reads if b in gone), None):
+            return f"{step.name} reads {lost.name}, which {gone[lost].name} lies over"
+        for b, old in step.over.items() if isinstance(step, l.Kernel) else ():
+            if old not in inputs or old in results or b not in results:
+                return f"{b.name} lies over {old.name}, which is no input, or a result; or is itself none"
+            gone[old] = b
     return ""
 
 
@@ -210,25 +225,39 @@ def _place(e: Expr, v: Any) -> tuple[int, int]:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once."""
+    """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once. Over
+    something else a dimension may be counted from some place on, or be a place that follows from what others count by,
+    or that data says: every element is stored at most once.
+    """
     own = [(e, n) for e, n in zip(store.index, store.buffer.type.shape, strict=True) if not (e == 0 and n == 1)]
     axes = {e for e, n in own if isinstance(e, Var) and e.extent == n}
     if len(axes) == len(own) and store.value.free <= axes:  # which is what most are
         return ""
+    part = store.over is not None
+    if part and (left := _leaves(store.index, store.buffer.type, ())) is not None:
+        return f"the store to {store.buffer.name} may leave dimension {left}"
     digits = axis_digits(store.index)
     used: set[Any] = set()
+    later: list[tuple[int, IntExpr]] = []
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
         e = substitute(whole, digits)
         radix: IntExpr = 1
         counted: IntExpr = 0
-        for v in sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []:
+        mine = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []
+        for v in mine:
             if v in used or _digit(e, v) != radix:
-                return f"the store to {store.buffer.name} does not cover dimension {d}"
-            used.add(v)
+                break
             counted = counted + v * radix
             radix = radix * v.extent
-        if radix != extent or e != counted:  # so nothing else is in it: no constant, no size, no index from data
+        else:  # so nothing else is in it: no constant, no size, no index from data
+            if (radix == extent and e == counted) or (part and isinstance(e - counted, int)):
+                used.update(mine)
+                continue
+        if not part:
             return f"the store to {store.buffer.name} does not cover dimension {d}"
+        later.append((d, e))
+    if open_ends := [d for d, e in later if isinstance(e, Expr) and not e.free <= used]:
+        return f"the store to {store.buffer.name} may store a place of dimension {open_ends[0]} twice"
     for axis in {e.free for e in digits}:
         (v,) = axis
         mine = sorted(

@@ -76,7 +76,8 @@ def side_by_side(
 ) -> tuple[l.Program | kernel.Program, list[Place]]:
     """The program with steps in the order in which they begin, and the place of each. Only runs of steps that are
     `small` are cut into branches: what follows a run waits for all of it, and others that need nothing of it come
-    before it. PyTorch's ops stay in the first branch. Who writes a region writes the whole, by `wholes`.
+    before it. PyTorch's ops stay in the first branch. Who writes a region writes the whole, by `wholes`; and who writes
+    what lies over an input that.
     """
     needs = _needs(program.steps, wholes)
     order: list[int] = []

@@ -15,7 +15,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.in_place import pairs
+from terrazzo.ir.in_place import in_place_variant, pairs, updates
 from terrazzo.ir.operators import draws
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
@@ -38,7 +38,9 @@ from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.once import Once
 from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, slots_in
 from terrazzo.run.switched import Switched, convolutions_in_tf32
+from terrazzo.run.taken import works_on
 from terrazzo.run.tensors import Expected
+from terrazzo.run.updated import Updated
 from terrazzo.targets import target
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Compiled:
         self.varying = [k for k in self.plan.inputs if k not in self.bound and k not in made]
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
         self.branched = self.plan.branches > 1
+        self.updated = Updated(self.plan)
 
     def rebound(self, bound: Mapping[str, Any]) -> Compiled:
         """The program with other weights; machine code and log are shared."""
@@ -91,16 +94,16 @@ class Compiled:
         return self.sources
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """The results for these tensors. A tensor of another shape, type, layout or device is a UserError that names
-        it.
+        """The results for these tensors, of which some may get new values. A tensor of another shape, type, layout or
+        device is a UserError that names it.
         """
-        return self._call(self._checked(inputs))
+        return self._call(self._checked(inputs), self._changed(inputs) if self.plan.updated else {})
 
     def consume(self, inputs: list[Any]) -> list[Any]:
         """The same, and the list is emptied: what only it held goes as soon as the program is through with it."""
-        tensors = self._checked(inputs)
+        tensors, changed = self._checked(inputs), self._changed(inputs) if self.plan.updated else {}
         inputs.clear()
-        return self._call(tensors)
+        return self._call(tensors, changed)
 
     def _checked(self, inputs: Sequence[Any]) -> dict[int, Any]:
         """The tensors of a call by their slots."""
@@ -111,11 +114,23 @@ class Compiled:
             tensors[k] = expected.check(given)
         return tensors
 
-    def _call(self, tensors: dict[int, Any]) -> list[Any]:
+    def _changed(self, inputs: Sequence[Any]) -> dict[int, Any]:
+        """The tensors that the call changes in place, by their slots, as they were given."""
+        given = dict(zip(self.varying, inputs, strict=True)) | self.bound
+        return {k: given[k] for k in self.plan.updated}
+
+    def _call(self, tensors: dict[int, Any], changed: Mapping[int, Any]) -> list[Any]:
         with self.machine.current():
             if self.once is not None:
                 tensors |= self.once(tensors)
-            return self._run_all(tensors)
+            if not changed:
+                return self._run_all(tensors)
+            for k in self.updated.shared(tensors):
+                tensors[k] = Expected(self.plan.slots[k], self.machine.device).holding(tensors[k].detach())
+            used = {k: tensors[k] for k in changed}
+            results = self._run_all(tensors)
+            self.updated.finish(changed, used, tensors)
+            return results
 
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
         self.machine.before()
@@ -138,7 +153,7 @@ class Compiled:
             pool.append(frame)
         taken: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
         out = []
-        for k in self.plan.results:
+        for k in self.updated.results:
             out.append(tensors[k].clone() if k in taken else tensors[k])
             taken.add(k)
         return out
@@ -183,15 +198,21 @@ class Compiled:
         given = {k: frame.view(k, tensors) for k in slots_in([step.args, *step.kwargs.values()])}
         exactly = not (takes_any_strides(step.name) or draws(step.name))
 
+        here = works_on(step)
+        there = here is not None and step.results[0] is not None and self.plan.slots[step.results[0]].onto == here
+
         def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
-            return t.contiguous() if exactly and self.plan.slots[k].kind == "input" else t
+            copied = exactly and self.plan.slots[k].kind == "input" and not (there and k == here)
+            return t.contiguous() if copied else t
 
         args = to_torch(decode(step.args, given, whole))
         if step.name.startswith("aten.as_strided"):  # it counts from where memory begins: in an arena, there lie others
             args = (args[0].clone() if args[0].storage_offset() else args[0], *args[1:])
         kwargs = {name: to_torch(decode(v, given, whole)) for name, v in step.kwargs.items()}
         with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
-            out = operator(step.name)(*args, **kwargs)
+            out = operator(in_place_variant(step.name) if there else step.name)(*args, **kwargs)
+        if there:
+            return
         slots, places = self.plan.slots, {k: t.untyped_storage().data_ptr() for k, t in given.items()}
         made: dict[int, Any] = {}
         for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
@@ -239,8 +260,11 @@ def compile_program(
     there is no C++ compiler the interpreter runs, and says so once.
     """
     whole: Any = getattr(program, "loop", program)
-    if strange := sorted({*options.frozen} - {b.name for b in whole.inputs}):
-        raise UserError(f"option frozen: {program.name} has no input {strange[0]!r}")
+    for option in ("frozen", "updated"):
+        if strange := sorted({*getattr(options, option)} - {b.name for b in whole.inputs}):
+            raise UserError(f"option {option}: {program.name} has no input {strange[0]!r}")
+    if why := _not_updated(whole, options.updated):
+        raise UserError(f"option updated: {why}")
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
     if target(options.target).gpu and options.libraries == "auto":
@@ -248,7 +272,7 @@ def compile_program(
     if options.fp32 == "auto" and target(options.target).gpu:
         return Switched(lambda way: compile_program(program, bound, replace(options, fp32=way), device))
     if options.target == "interpreter":
-        return interpreted(_lowering(program, options), bound)
+        return interpreted(_lowering(program, options), bound, options.updated)
     cache = Cache(options.cache_dir, options.cache_limit)
     machine: Cpu | Cuda
     if options.target == "cpu":
@@ -258,7 +282,7 @@ def compile_program(
                 "no C++ compiler was found, so the interpreter runs instead, which is slow; "
                 "install one, for example with `apt install g++` or `pip install ziglang`"
             )
-            return interpreted(_lowering(program, options), bound)
+            return interpreted(_lowering(program, options), bound, options.updated)
         machine = Cpu(compiler, options.threads)
     else:
         machine = Cuda(where if where.startswith("cuda") else "cuda:0", options.target)
@@ -296,6 +320,8 @@ def _load(
         plan, once = Plan.from_json(path.read_bytes()), Plan.from_json(first.read_bytes()) if first else None
     except (ValueError, OSError) as error:
         return f"the plan in the cache cannot be read ({error})"
+    if [plan.slots[k].name for k in plan.updated] != [*options.updated]:
+        return "the plan in the cache changes other inputs"
     if why := misfit(plan, program, once):
         return f"the plan in the cache is of another program: {why}"
     steps = (*once.steps, *plan.steps) if once else plan.steps
@@ -325,9 +351,11 @@ def _build(
 
         dump.write(options.dump, built.lowering, options)
     first, rest = split(built.program, options.frozen)
-    terms = built.lowering.at("tile") or built.lowering.at("loop")
-    taken = pairs(getattr(terms, "loop", terms).steps) if machine.in_place and terms else {}
-    plan = make(rest, built.entries, machine.processors, taken)
+    lowered: Any = built.lowering.at("tile") or built.lowering.at("loop")
+    terms = getattr(lowered, "loop", lowered)
+    taken = pairs(terms.steps, machine.in_place) if terms else {}
+    given = updates(terms, options.updated, products=machine.in_place)
+    plan = make(rest, built.entries, machine.processors, taken, options.updated, given)
     once = make(first, built.entries, onto=taken) if first else None
     if once:
         cache.put(key, ".once", once.to_json())
@@ -376,6 +404,19 @@ def _weights(plan: Plan, machine: Cpu | Cuda, bound: Mapping[str, Any]) -> dict[
     return weights
 
 
+def _not_updated(program: Any, updated: Sequence[str]) -> str:
+    """Why a program does not give these inputs new values as its last results; "" if it does."""
+    inputs = {x.name: x for x in program.inputs}
+    if len(updated) > len(program.results) or len({*updated}) < len(updated):
+        return f"{program.name} has {len(program.results)} results, and {len(updated)} inputs are named"
+    for name, new in zip(updated, program.results[len(program.results) - len(updated) :], strict=True):
+        old = inputs[name].type
+        if (new.type.dtype, new.type.shape) != (old.dtype, old.shape):
+            return f"{name} is {old}, and its new value {new.type}"
+    over = {old.name for s in getattr(program, "steps", ()) for _, old in dict(getattr(s, "over", ())).items()}
+    return f"{min(over - {*updated})} is stored over, and not named" if over - {*updated} else ""
+
+
 def _lowering(program: Any, options: Options, tried: Experience | None = None) -> Lowering:
     """`program` as far down as its target takes it, dumped where that was asked for. `tried` knows which kernels for a
     GPU could not be built, and which were fast.
@@ -392,8 +433,8 @@ def _lowering(program: Any, options: Options, tried: Experience | None = None) -
 def plan_key(program: Any, options: Options, machine: str) -> str:
     """Names the plan of a program for a machine in the cache."""
     o = options
-    choices = repr((o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32, o.tf32, o.frozen))
-    return digest("plan", show(program), choices, machine, own_version())
+    choices = (o.fuse, o.materialize, o.target, o.schedules, o.spills, o.libraries, o.fp32, o.tf32, o.frozen, o.updated)
+    return digest("plan", show(program), repr(choices), machine, own_version())
 
 
 @lru_cache(maxsize=1)

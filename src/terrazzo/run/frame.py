@@ -15,9 +15,9 @@ from terrazzo.run.arena import ALIGN
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import Layout, layout
-from terrazzo.run.plan import Plan, places_in, spans
+from terrazzo.run.plan import Plan, made_by_calls, places_in, spans
 from terrazzo.run.streams import Streams
-from terrazzo.run.taken import adopted, roots
+from terrazzo.run.taken import adopted, roots, updated
 from terrazzo.run.tensors import Expected
 
 
@@ -125,9 +125,9 @@ def _work(
     first, last = spans(plan, layout.moved)
     begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
     ends: list[list[int]] = [[] for _ in groups]
-    called = {k for s in plan.steps if not s.key for k in s.results}
+    there = made_by_calls(plan) | updated(plan.slots).keys()
     for k, slot in enumerate(plan.slots):
-        if (k in own or (slot.kind == "result" and k not in called)) and groups:
+        if (k in own or (slot.kind == "result" and k not in there)) and groups:
             begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
         if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
             ends[at[last[k]]].append(k)

@@ -28,6 +28,7 @@ class Interpreted:
     bound: dict[str, Any]
     log: Log
     timings: dict[str, float]
+    updated: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.expected = [Expected(slot_of(b)) for b in self.program.inputs if b.name not in self.bound]
@@ -61,11 +62,17 @@ class Interpreted:
         else:
             found = interpreter.run(self.program, arrays, call=call_numpy, zero_divides=False)
         out = [from_numpy(r) for r in found]
-        return [Expected(slot_of(b)).holding(value) for b, value in zip(self.program.results, out, strict=True)]
+        count = len(out) - len(self.updated)
+        changed = dict(zip((e.slot.name for e in self.expected), inputs, strict=True)) | self.bound
+        for name, value in zip(self.updated, out[count:], strict=True):
+            changed[name].data.copy_(value)  # who calls says that they were changed
+        kept = zip(self.program.results[:count], out[:count], strict=True)
+        return [Expected(slot_of(b)).holding(value) for b, value in kept]
 
 
-def interpreted(done: Lowering, bound: Mapping[str, Any]) -> Interpreted:
-    """A program that was lowered to Loop IR or, for a GPU, to Kernel IR, for its interpreter."""
-    return Interpreted(
-        done.at("kernel") or done.loop, {k: v.detach() for k, v in bound.items()}, done.log, done.seconds
-    )
+def interpreted(done: Lowering, bound: Mapping[str, Any], updated: Sequence[str] = ()) -> Interpreted:
+    """A program that was lowered to Loop IR or, for a GPU, to Kernel IR, for its interpreter. Its last results are new
+    values of the inputs that are `updated`.
+    """
+    weights = {k: v.detach() for k, v in bound.items()}
+    return Interpreted(done.at("kernel") or done.loop, weights, done.log, done.seconds, updated)

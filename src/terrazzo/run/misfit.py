@@ -14,8 +14,8 @@ from terrazzo.ir.regions import ALIGNED, Piece
 from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
-from terrazzo.run.plan import Plan, Slot, as_rooted, mentioned, pieces, places_in, uses, whole_strides
-from terrazzo.run.taken import adopted, misplaced, roots
+from terrazzo.run.plan import Plan, Slot, as_rooted, made_by_calls, mentioned, pieces, places_in, uses, whole_strides
+from terrazzo.run.taken import adopted, misplaced, roots, updated
 
 
 def misfit(plan: Plan, program: Any, once: Plan | None = None) -> str:
@@ -42,7 +42,7 @@ def _odd(plan: Plan, whole: Any) -> str:
     """What a plan does that one of this program would not do."""
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
-    called = {k for s in plan.steps if not s.key for k in s.results}
+    called = made_by_calls(plan)
     inputs, ends = frozenset(plan.inputs), frozenset(plan.results)
     for k, slot in enumerate(plan.slots):
         kind = "input" if k in inputs else "result" if k in ends else "call" if k in called else "arena"
@@ -81,11 +81,11 @@ def shared(plan: Plan) -> str:
     for k, s in enumerate(plan.slots):
         if k in first and s.bytes and s.kind == "arena" and k not in root:
             placed.setdefault(s.within, []).append(k)
-    theirs = adopted(plan.slots)
+    theirs = adopted(plan.slots) | updated(plan.slots)
     lives = pieces(plan, first, last)
     for place, slots in placed.items():
         if place in theirs:
-            return f"{plan.slots[place].name} is what another step made, and has room for nothing else"
+            return f"{plan.slots[place].name} is what was there before, and has room for nothing else"
         live: list[int] = []  # those that are still used
         for a in sorted(slots, key=first.__getitem__):
             mine = [p.at(plan.slots[a].offset) for p in lives[a]]
@@ -116,12 +116,12 @@ def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:
         if plan.slots[k].kind != "input" and not all(ahead(steps[:1], n) for n in steps[1:] if n != steps[0]):
             return f"{plan.slots[k].name} is used before it is there"
         onto = plan.slots[k].onto
-        if onto is not None and not ahead([n for n in users[onto] if n != steps[0]], steps[0]):
+        if onto is not None and not ahead([n for n in users.get(onto, ()) if n != steps[0]], steps[0]):
             return f"{plan.slots[k].name} and {plan.slots[onto].name} share memory"
     root = roots(plan.slots)
     for k, r in root.items():
-        users[r] = sorted({*users[r], *users[k]})
-        first[r] = min(first[r], first[k])
+        users[r] = sorted({*users.get(r, ()), *users[k]})
+        first[r] = min(first.get(r, first[k]), first[k])
     there = [k for k in first if plan.slots[k].kind == "arena" and k not in root]
     lying = sorted((plan.slots[k].within or -1, plan.slots[k].offset, k) for k in there)
     for n, (place, offset, a) in enumerate(lying):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.errors import UserError
+from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
@@ -24,10 +24,13 @@ from terrazzo.run.arena import allocate, hosts, padded
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
 from terrazzo.run.taken import rooted, roots
 
-VERSION = 9
+VERSION = 10
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
 """What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
 NOTHING: Onto = {}
+Given = Mapping[l.Buffer, l.Buffer]
+"""New values of inputs that may lie where these do (`in_place.updates`)."""
+NONE_GIVEN: Given = {}
 
 Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 """A tensor map that a kernel takes: which of its arguments, seen with which shape and strides, the box, the swizzle."""
@@ -109,8 +112,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """`inputs` and `results` are slots, in order; a result may be an input. `arena` is the size of the temporaries in
-    bytes.
+    """`inputs` and `results` are slots, in order; a result may be an input. The last results are the new values of the
+    inputs that are `updated`. `arena` is the size of the temporaries in bytes.
     """
 
     inputs: tuple[int, ...]
@@ -118,6 +121,7 @@ class Plan:
     slots: tuple[Slot, ...]
     steps: tuple[Step, ...]
     arena: int
+    updated: tuple[int, ...] = ()
 
     @property
     def branches(self) -> int:
@@ -138,7 +142,9 @@ class Plan:
             slots = tuple(_slot(s) for s in given["slots"])
             steps = tuple(_step(s, len(slots), n) for n, s in enumerate(given["steps"]))
             inputs, results = (tuple(_index(i, len(slots)) for i in given[k]) for k in ("inputs", "results"))
-            arena = _natural(given["arena"])
+            arena, updated = _natural(given["arena"]), tuple(_index(k, len(slots)) for k in given["updated"])
+            if len(updated) > len(results) or len({*updated}) < len(updated) or not {*inputs}.issuperset(updated):
+                raise ValueError("what is updated is no input")
             if any(not _fits(v, slots) for s in steps if not s.key for v in _views([s.args, *s.kwargs.values()])):
                 raise ValueError("a view leaves its slot")
             if any(s.onto is not None and s.onto >= len(slots) for s in slots):
@@ -157,7 +163,7 @@ class Plan:
             lying = [(s, end) for k, (s, end) in enumerate(zip(slots, ends, strict=True)) if k not in root]
             if any(s.kind == "arena" and s.offset + s.bytes > end for s, end in lying):
                 raise ValueError("a slot lies outside the arena")
-            return cls(inputs, results, slots, steps, arena)
+            return cls(inputs, results, slots, steps, arena, updated)
         except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError, MemoryError) as e:
             raise ValueError(f"not a plan: {e}") from None
 
@@ -166,6 +172,12 @@ def mentioned(s: Step) -> list[int]:
     """The slots that a step mentions."""
     found = s.args if s.key else [*slots_in([s.args, *s.kwargs.values()]), *s.results]
     return [k for k in found if k is not None]
+
+
+def made_by_calls(plan: Plan) -> set[int]:
+    """The slots that ops of PyTorch make memory for; others work in that of an operand."""
+    given = (k for s in plan.steps if not s.key for k in s.results if k is not None)
+    return {k for k in given if plan.slots[k].onto is None}
 
 
 def uses(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
@@ -217,14 +229,20 @@ def pieces(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> dic
 
 
 def make(
-    program: l.Program | kernel.Program, entries: Mapping[Any, Entry], processors: int = 0, onto: Onto = NOTHING
+    program: l.Program | kernel.Program,
+    entries: Mapping[Any, Entry],
+    processors: int = 0,
+    onto: Onto = NOTHING,
+    updated: Sequence[str] = (),
+    given: Given = NONE_GIVEN,
 ) -> Plan:
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
-    by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`.
+    by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`; the
+    last results are new values of the inputs that are `updated`, where those that are `given` may lie.
     """
     named = regions(program.steps, program.results)
     program = replace(program, steps=tuple(s for s in program.steps if s not in named.calls))  # type: ignore[arg-type]
-    plain = _made(program, entries, [Place()] * len(program.steps), onto, named)
+    plain = _made(program, entries, [Place()] * len(program.steps), onto, named, updated, given)
     if not processors:
         return plain
 
@@ -234,10 +252,11 @@ def make(
         few = s in entries and entries[s].launch[0] < processors
         return few or sum(b.type.span for b in s.writes) <= LITTLE
 
-    moved, places = side_by_side(program, small, named.wholes)
+    there = {b: given[b] for b in given if any(s.name == b.name and s.onto is not None for s in plain.slots)}
+    moved, places = side_by_side(program, small, {**named.wholes, **there})
     if all(p.branch == 0 for p in places):
         return plain
-    beside = _made(moved, entries, places, onto, named)
+    beside = _made(moved, entries, places, onto, named, updated, given)
     return beside if beside.arena <= plain.arena + ROOM else plain
 
 
@@ -247,25 +266,30 @@ def _made(
     places: Sequence[Place],
     onto: Onto = NOTHING,
     named: Regions = NONE,
+    updated: Sequence[str] = (),
+    given: Given = NONE_GIVEN,
 ) -> Plan:
     whole = named.wholes
     written = (whole.get(b, b) for s in program.steps for b in s.writes)
     there = {b for s in program.steps for b in (*s.reads, *s.writes)}
     buffers = list(dict.fromkeys([*program.inputs, *written, *(b for b in whole if b in there)]))
     number = {b: k for k, b in enumerate(buffers)}
-    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes}
-    own = set(program.inputs) | set(program.results) | called
     apart = any(p.branch for p in places)
-    taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched)
-    root = rooted(taken, program.results, called) | whole
-    theirs = {b for b, old in taken.items() if b in program.results and old in called}
+    taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched, given)
+    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes if taken.get(b) not in s.reads}
+    own = set(program.inputs) | set(program.results) | called
+    inputs, ends = frozenset(program.inputs), frozenset(program.results)
+    for b, below in (pair for s in program.steps for pair in dict(getattr(s, "over", ())).items()):
+        if taken.get(b) is not below:
+            raise CompilerBug(f"only a part of {b.name} is stored, which does not lie over {below.name}")
+    root = rooted(taken, program.results, called, inputs) | whole
+    theirs = {b for b, old in taken.items() if b in ends and (old in called or old in inputs)}
     temporaries = [b for b in buffers if b not in own and b not in root]
     pieces = {} if apart else named.pieces(program.steps)
     within = {} if apart else hosts(program, temporaries, root, theirs, pieces)
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root, pieces)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
-    inputs, ends = frozenset(program.inputs), frozenset(program.results)
     for b in buffers:
         kind = "call" if b in called else "arena"
         kind = "input" if b in inputs else "result" if b in ends else kind
@@ -291,6 +315,7 @@ def _made(
         tuple(slots),
         tuple(steps),
         arena,
+        tuple(number[b] for name in updated for b in program.inputs if b.name == name),
     )
 
 

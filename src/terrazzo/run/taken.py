@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.in_place import in_place_variant
 
 if TYPE_CHECKING:
-    from terrazzo.run.plan import Plan, Slot
+    from terrazzo.run.plan import Plan, Slot, Step
 
 T = TypeVar("T")
 
@@ -21,7 +22,14 @@ def roots(slots: Sequence[Slot]) -> dict[int, int]:
     given = adopted(slots)
     onto = {k: s.onto for k, s in enumerate(slots) if s.onto is not None and k not in given}
     regions = {k: s.of for k, s in enumerate(slots) if s.of is not None}
-    return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result"}) | regions
+    placed = updated(slots)
+    return _rooted(onto, {k for k, s in enumerate(slots) if s.kind == "result" and k not in placed}) | regions
+
+
+def updated(slots: Sequence[Slot]) -> dict[int, int]:
+    """Results that lie in the memory of inputs, whose new values they are, with these."""
+    onto = ((k, s.onto) for k, s in enumerate(slots) if s.onto is not None)
+    return {k: old for k, old in onto if slots[old].kind == "input"}
 
 
 def adopted(slots: Sequence[Slot]) -> dict[int, int]:
@@ -31,10 +39,14 @@ def adopted(slots: Sequence[Slot]) -> dict[int, int]:
 
 
 def rooted(
-    taken: Mapping[l.Buffer, l.Buffer], results: Collection[l.Buffer], called: Collection[l.Buffer]
+    taken: Mapping[l.Buffer, l.Buffer],
+    results: Collection[l.Buffer],
+    called: Collection[l.Buffer],
+    inputs: Collection[l.Buffer] = (),
 ) -> dict[l.Buffer, l.Buffer]:
-    """The same of buffers, of which some are what ops of PyTorch made."""
-    return _rooted({b: old for b, old in taken.items() if b not in results or old not in called}, results)
+    """The same of buffers, of which some are what ops of PyTorch made, and some are inputs."""
+    own = [b for b in results if taken.get(b) not in inputs]
+    return _rooted({b: old for b, old in taken.items() if b not in results or old not in called}, own)
 
 
 def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
@@ -50,8 +62,8 @@ def _rooted(onto: Mapping[T, T], results: Collection[T]) -> dict[T, T]:
 
 
 def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> Iterator[int]:
-    """Slots that lie in the memory of another one and may not: they may if a kernel writes them, which is the last to
-    use that.
+    """Slots that lie in the memory of another one and may not: they may if a kernel writes them, or an op of PyTorch
+    that works there, which is the last to use that; in that of an input, if they are its new value.
     """
     slots, root = plan.slots, roots(plan.slots)
     takers = Counter(s.onto for s in slots)
@@ -65,5 +77,21 @@ def misplaced(plan: Plan, first: Mapping[int, int], last: Mapping[int, int]) -> 
         same = (one.shape, one.strides) == (other.shape, other.strides) or (one.kind, other.kind) != ("result", "call")
         alone = k != old and takers[old] == 1
         fits = like and same and kinds and alone and not theirs and k in first and first[k] == last.get(old)
-        if not fits or not plan.steps[first[k]].key:
+        if other.kind == "input":
+            fits = like and alone and _renews(plan, k, old) and last.get(old, -1) <= first.get(k, -1)
+        if not fits or not (plan.steps[first[k]].key or works_on(plan.steps[first[k]]) == old):
             yield k
+
+
+def works_on(step: Step) -> int | None:
+    """The slot of the operand that an op of PyTorch may write its result to; None where there is none."""
+    first = step.args[0] if step.args and not step.key and in_place_variant(step.name) else None
+    return first["slot"] if isinstance(first, dict) and set(first) == {"slot"} else None
+
+
+def _renews(plan: Plan, k: int, old: int) -> bool:
+    """Whether a result is the new value of an input, and nothing else; and neither is given back."""
+    slots, results = plan.slots, plan.results
+    new = dict(zip(plan.updated, results[len(results) - len(plan.updated) :], strict=True))
+    same = (slots[k].shape, slots[k].strides) == (slots[old].shape, slots[old].strides)
+    return same and new.get(old) == k and results.count(k) == 1 and old not in results

@@ -66,6 +66,8 @@ def run_kernel(
     `truncates`, wgmma adds up in float32 as a Hopper does. CompilerBug where the kernel is wrong.
     """
     flat = {b: flat_memory(b, memory[b]) for b in kernel.params if b not in kernel.writes}
+    for b, old in kernel.over:
+        memory.setdefault(b, memory[old].copy())
     outputs = {b: Output(b, memory.get(b)) for b in kernel.writes}
     clusters = (
         list(range(kernel.grid // kernel.cluster)) if blocks is None else sorted({b // kernel.cluster for b in blocks})

@@ -152,11 +152,15 @@ class Get(Term, dialect="loop", op="get"):
 
 
 class Store(Node, dialect="loop", op="store"):
-    """buffer[index] = value, at every point of the axes that occur in `index`."""
+    """buffer[index] = value, at every point of the axes that occur in `index`. Where it lies `over` another buffer, an
+    input of the program, all other elements are what they are there: `index` may be a part of the buffer, and data may
+    say which.
+    """
 
     buffer: Buffer
     index: tuple[IntExpr, ...]
     value: Node
+    over: Buffer | None = None
 
     def check(self) -> None:
         if len(self.index) != self.buffer.type.rank or _dtype(self.value) is not self.buffer.type.dtype:
@@ -164,6 +168,13 @@ class Store(Node, dialect="loop", op="store"):
                 f"store: a {_dtype(self.value)} at {len(self.index)} indices into "
                 f"{self.buffer.name}: {self.buffer.type}"
             )
+        if self.over is not None and self.over.type != self.buffer.type:
+            raise UserError(f"store: {self.buffer.name}: {self.buffer.type} over {self.over.name}: {self.over.type}")
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The terms it is made of: the value, and where data says where that goes, the index."""
+        return (self.value, *(e for e in self.index if isinstance(e, Expr) and self.over is not None))
 
 
 class Kernel(Node, dialect="loop", op="kernel"):
@@ -176,8 +187,8 @@ class Kernel(Node, dialect="loop", op="kernel"):
 
     @derived
     def terms(self) -> tuple[Node, ...]:
-        """What the stored values are made of, children first."""
-        return tuple(topological([s.value for s in self.stores]))
+        """What the stored values are made of, children first; and places that data says."""
+        return tuple(topological([x for s in self.stores for x in s.roots]))
 
     @derived
     def carried(self) -> tuple[Reduce | Scan, ...]:
@@ -191,12 +202,18 @@ class Kernel(Node, dialect="loop", op="kernel"):
 
     @derived
     def reads(self) -> tuple[Buffer, ...]:
-        """The buffers loaded from, each once, in order of first use."""
-        return tuple(dict.fromkeys(n.buffer for n in self.terms if isinstance(n, Load)))
+        """The buffers loaded from, each once, in order of first use; and those that others lie over."""
+        loaded = (n.buffer for n in self.terms if isinstance(n, Load))
+        return tuple(dict.fromkeys((*loaded, *self.over.values())))
 
     @derived
     def writes(self) -> tuple[Buffer, ...]:
         return tuple(s.buffer for s in self.stores)
+
+    @derived
+    def over(self) -> dict[Buffer, Buffer]:
+        """The buffers of which only a part is stored, with those that they lie over."""
+        return {s.buffer: s.over for s in self.stores if s.over is not None}
 
     @derived
     def scans_in_order(self) -> bool:

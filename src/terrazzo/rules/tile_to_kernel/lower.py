@@ -182,7 +182,7 @@ def write(draft: Draft, plan: Plan) -> k.Kernel:
         done = ShortSums(builder, everyone).body(done)
     return k.Kernel(
         kernel.name, (*reads, *kernel.writes), kernel.writes, order.blocks, sum(a.warps for a in agents),
-        tuple(builder.shared), done, limit, kernel.source, order.cluster_size,
+        tuple(builder.shared), done, limit, kernel.source, order.cluster_size, tuple(kernel.over.items()),
     )  # fmt: skip
 
 

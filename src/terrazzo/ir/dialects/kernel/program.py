@@ -24,7 +24,7 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     """One launch of `grid` blocks of `warps` warps. `params` are the buffers in global memory, those read first.
 
     A thread may use as many registers as leave room for `resident` blocks on a processor; `cluster` blocks share their
-    memory.
+    memory. What it writes may lie `over` something else, each with that: what is not written is what was there.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Kernel(Node, dialect="kernel", op="kernel"):
     resident: int = 1
     source: str = ""
     cluster: int = 1
+    over: tuple[tuple[Buffer, Buffer], ...] = ()
 
     @property
     def threads(self) -> int:

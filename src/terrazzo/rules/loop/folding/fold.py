@@ -25,6 +25,7 @@ from terrazzo.ir.types import DType, i64
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import Steps
 from terrazzo.rules.loop.folding.digits import factors_apart
+from terrazzo.rules.loop.folding.one_of_two import compared, reduced
 from terrazzo.rules.loop.folding.where_taken import where_taken
 from terrazzo.rules.loop.fusion.inline import inline
 
@@ -238,13 +239,16 @@ def _folded(x: Any) -> Any:
         return _chosen(x, *args)
     if is_cast(x.fn):
         return _cast(x, args[0])
-    if len(args) == 2 and (both := [place(a) for a in args]) and None not in both:
-        return _arithmetic(x, name, *both)
+    both = [place(a) for a in args] if len(args) == 2 else [None]
+    if None not in both and (found := _arithmetic(x, name, *both)) is not x:
+        return found
     return _in_range(x, name, args)
 
 
 def _in_range(x: l.Apply, name: str, args: Any) -> Any:
-    """Comparisons, minima and maxima of what lies in known ranges that do not meet."""
+    """Comparisons, minima and maxima of what lies in known ranges that do not meet; and comparisons of one of two
+    values of which each decides it.
+    """
     if (known := decided(x, range_of)) is not None:
         return l.Literal(known, x.dtype)
     if name in ("min", "max") and None not in (both := [range_of(a) for a in args]):
@@ -254,11 +258,15 @@ def _in_range(x: l.Apply, name: str, args: Any) -> Any:
             return args[name == "min"]
         if high < least or (whole and high == least):
             return args[name == "max"]
+    if name in (*COMPARED, "eq", "ne") and (said := compared(x)) is not None:
+        return said
     return x
 
 
 def _reduced(x: l.Reduce) -> Any:
-    """A reduction of what is the same at every point: so many times it, or it."""
+    """A reduction of what is the same at every point: so many times it, or it; or at every point but one."""
+    if (found := reduced(x, place)) is not None:
+        return folded(found)
     count = math.prod(a.extent if isinstance(a.extent, int) else 0 for a in x.axes)
     if x.monoid.width > 1 or not count or any(a in x.args[0].free for a in x.axes):
         return x
@@ -356,6 +364,7 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
     """
     if isinstance(condition, l.Literal):
         return one if condition.value else other
+    one, other = (y.args[n] if _chooses(y, condition) else y for n, y in ((1, one), (2, other)))
     one = where_taken(one, condition, _holding)
     if one is other:
         return one
@@ -370,6 +379,11 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
     if _narrowed(taken, v, no) is _narrowed(left, v, no):
         return taken
     return l.apply("where", condition, taken, left)
+
+
+def _chooses(x: Any, condition: Any) -> bool:
+    """Whether a term is one of two by a condition."""
+    return isinstance(x, l.Apply) and x.fn.name == "where" and x.args[0] is condition
 
 
 def _holding(condition: Any) -> tuple[IntExpr, ...]:

@@ -8,7 +8,7 @@ both prices, and `materialize` pins a buffer as one that must exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -57,9 +57,13 @@ def fuse(
     materialize: Iterable[str] = (),
     show: Callable[[Any], str] | None = None,
     decide: Callable[[Choice], str] = cheapest,
+    renews: Callable[[l.Kernel], Collection[Any]] = lambda _: (),
 ) -> l.Program:
-    """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events."""
+    """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events. What a
+    kernel `renews`, the merged ones renew, too.
+    """
     work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
+    work.renews = renews
     work.views()
     work.inlines(work.summed)  # products go into their sums first, so that what they read meets a contraction
     work.operands()
@@ -98,6 +102,7 @@ class _Fusion:
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
         self.apart: set[tuple[Instance, Instance]] = set()
+        self.renews: Callable[[l.Kernel], Collection[Any]] = lambda _: ()
         self.stored: dict[l.Buffer, int] = {}  # what is not inlined, and how many kernels read it when that was found
         self.readers: dict[l.Buffer, set[int]] = {}
         self.callers: dict[l.Buffer, list[int]] = {}
@@ -302,6 +307,10 @@ class _Fusion:
         reads_it = {*first.reads} & {*second.writes} | {*second.reads} & {*first.writes}
         if not reads_it and self.multiply_apart(merged, first):
             self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
+            return False
+        if not {*self.renews(first.kernel), *self.renews(second.kernel)} <= {*self.renews(merged.kernel)}:
+            why = "one stores the new value of an input where that lies, and both could not"
+            self._skip("merge", f"{first.name} with {second.name}", why)
             return False
         if crossed(first.form, second.form):
             why = "memory runs along the rows of one, and across those of the other"

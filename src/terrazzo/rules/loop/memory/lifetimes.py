@@ -28,6 +28,9 @@ LARGEST = 16
 
 Steps = Sequence[l.Kernel | l.Call]
 Among = Mapping[l.Buffer, Sequence[l.Buffer]]
+Given = Mapping[l.Buffer, l.Buffer]
+"""New values of inputs that may lie where these do (`in_place.updates`)."""
+NOTHING_GIVEN: Given = {}
 
 
 def in_order(program: l.Program, log: Log, pass_name: str, in_place: bool = True) -> l.Program:
@@ -94,9 +97,11 @@ def in_order(program: l.Program, log: Log, pass_name: str, in_place: bool = True
     return _moved(program, found) if found else program
 
 
-def kernels_in_order(program: tile.Program, log: Log, pass_name: str) -> tile.Program:
-    """The same of Tile IR: schedules go along with their kernels."""
-    if not (found := _better(program.loop, log, pass_name, in_place=True)):
+def kernels_in_order(program: tile.Program, log: Log, pass_name: str, given: Given = NOTHING_GIVEN) -> tile.Program:
+    """The same of Tile IR: schedules go along with their kernels. What reads the old value of an input stays before
+    what writes a new one that is `given`.
+    """
+    if not (found := _better(program.loop, log, pass_name, in_place=True, given=given)):
         return program
     place = {old: new for new, old in enumerate(found)}
     schedules = sorted(((place[i], x) for i, x in program.schedules), key=lambda x: x[0])
@@ -107,7 +112,7 @@ def _moved(program: l.Program, order: Sequence[int]) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(program.steps[i] for i in order), program.results)
 
 
-def _better(program: l.Program, log: Log, pass_name: str, in_place: bool) -> list[int]:
+def _better(program: l.Program, log: Log, pass_name: str, in_place: bool, given: Given = NOTHING_GIVEN) -> list[int]:
     """The order of steps in which less memory is in use at a time; empty where they stay as they are."""
     if any(not isinstance(e, int) for s in program.steps for b in s.writes for e in b.type.shape):
         return []  # who needs the sizes says where they are missing
@@ -115,7 +120,7 @@ def _better(program: l.Program, log: Log, pass_name: str, in_place: bool) -> lis
     before = max(in_use(program.steps, program.results, among), default=0)
     if before < WORTH:
         return []
-    after, found = _order(program, among)
+    after, found = _order(program, among, given)
     fired = after <= before * (1 - GAIN)
     why = f"{before / 1e6:.1f} MB are in use at a time, and {after / 1e6:.1f} MB in the best of other orders"
     log.add(Event(pass_name, RULE, program.name, fired, why))
@@ -164,12 +169,12 @@ def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None
     return found
 
 
-def _order(program: l.Program, among: Among) -> tuple[int, list[int]]:
+def _order(program: l.Program, among: Among, given: Given) -> tuple[int, list[int]]:
     """The best of some orders of the steps, and how many bytes are in use at a time in it."""
-    given = range(len(program.steps))
-    needs = list(_needs(program.steps))
+    present = range(len(program.steps))
+    needs = list(needs_of(program.steps, given))
     late = _late(needs)
-    orders = [late, *(_freeing(program, needs, base) for base in (given, late))]
+    orders = [late, *(_freeing(program, needs, base) for base in (present, late))]
     each = [max(in_use([program.steps[i] for i in order], program.results, among)) for order in orders]
     best = min(range(len(each)), key=each.__getitem__)
     return _around_peaks(program, needs, orders[best], among)
@@ -234,14 +239,21 @@ def _with(step: int, others: Sequence[Iterable[int]], asked: Callable[[int], boo
     return found
 
 
-def _needs(steps: Steps) -> Iterator[set[int]]:
-    """The earlier steps that each one must come after: those that write what it reads, and, of calls with an effect,
-    such as drawing random numbers, the one before.
+def needs_of(steps: Steps, given: Given = NOTHING_GIVEN) -> Iterator[set[int]]:
+    """The earlier steps that each one must come after: those that write what it reads, those that read what it stores
+    over, and, of calls with an effect, such as drawing random numbers, the one before. So do those that read the old
+    value of an input come before what writes one that is `given`.
     """
     writer: dict[l.Buffer, int] = {}
+    readers: dict[l.Buffer, set[int]] = {}
     effect: int | None = None
     for i, s in enumerate(steps):
         found = {writer[b] for b in s.reads if b in writer}
+        over = s.over if isinstance(s, l.Kernel) else {}
+        for old in {given.get(b) or over.get(b) for b in s.writes} - {None}:
+            found |= readers.get(old, set())  # type: ignore[arg-type]
+        for b in s.reads:
+            readers.setdefault(b, set()).add(i)
         if isinstance(s, l.Call) and s.order:
             found |= {effect} if effect is not None else set()
             effect = i
