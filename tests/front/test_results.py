@@ -193,3 +193,22 @@ def test_gradients_of_results_whose_elements_share_places(share: Callable[..., A
         (y * torch.arange(1.0, y.numel() + 1).reshape(y.shape)).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+def test_tangents_are_kept() -> None:
+    """Of forward-mode differentiation kernels know nothing: PyTorch runs the graph, which is said."""
+    from torch.autograd import forward_ad
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * x
+
+    compiled = torch.compile(program, backend="terrazzo")
+    x, t = torch.randn(4), torch.randn(4)
+    compiled(x)
+    with forward_ad.dual_level():
+        torch.testing.assert_close(compiled(x), program(x))  # nothing is dual yet
+        dual = forward_ad.make_dual(x, t)
+        expected = forward_ad.unpack_dual(program(dual))
+        with pytest.warns(RuntimeWarning, match="have tangents, of forward-mode differentiation; PyTorch runs this"):
+            found = forward_ad.unpack_dual(compiled(dual))
+        assert torch.equal(found.tangent, expected.tangent) and torch.equal(found.primal, expected.primal)

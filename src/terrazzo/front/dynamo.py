@@ -227,6 +227,9 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
 
     def call(args: list[Any]) -> Any:
         """Empties the list, so that tensors which nobody else needs go as soon as the program is through with them."""
+        if _have_tangents(args):
+            _say("tensors have tangents, of forward-mode differentiation")
+            return run_by_pytorch(graph)(args)
         kept = {k: args[k] for k in given}
         inputs = [args[k] for k in taken]
         args.clear()
@@ -234,6 +237,16 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _have_tangents(args: Sequence[Any]) -> bool:
+    """Whether a tensor is dual (`torch.autograd.forward_ad`): kernels would drop its tangent."""
+    import torch
+    from torch.autograd import forward_ad
+
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args)
 
 
 def _device(graph: Any) -> str:

@@ -35,6 +35,7 @@ from terrazzo.targets.cpu.rows import (
     transposes,
     trips,
     vectorises,
+    whole,
 )
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
 from terrazzo.targets.names import Names, comment, identifier
@@ -347,16 +348,18 @@ class _Writer:
         settled(s, scope)
         return lines
 
-    def sums(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int = 1, most: int = 0) -> list[str]:
+    def sums(
+        self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int = 1, most: int = 0, within: bool = False
+    ) -> list[str]:
         """A reduction, its first axis from `start` to `end`, which are `most` indices at most; in so many lanes, each
         with accumulators of its own. A long sum is one of shorter sums: of pieces of the first axis, while it is long,
-        and of what the other axes are summed over.
+        and of what the other axes are summed over, `within` it.
         """
         first, *rest = (a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes)
         count = -(-(most or first) // (1 if rest else lanes))  # steps of the first axis
         steps = -(-math.prod(rest) // lanes)  # within one of them
         if not all(map(_rounds, s.carried)) or count * steps <= SHORT:
-            return self.in_order(s, scope, start, end, lanes)
+            return self.in_order(s, scope, start, end, lanes, within)
         lines = declare_lanes(s, lanes, scope, long=True) if lanes > 1 else declare(s, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
         inner = scope.inner()
@@ -365,17 +368,17 @@ class _Writer:
             size = next(x for x in (short * SHORT**2, short * SHORT, short) if x < count) * (1 if rest else lanes)
             piece = scope.fresh("piece")
             head = f"for (int64_t {piece} = {start}; {piece} < {end}; {piece} += {size}) {{"
-            body = self.sums(s, inner, piece, f"std::min<int64_t>({piece} + {size}, {end})", lanes, size)
+            body = self.sums(s, inner, piece, f"std::min<int64_t>({piece} + {size}, {end})", lanes, size, True)
         else:
             head = _header(s.axes[0], inner, s.kind, start, end)
             others = n.Loop(s.kind, s.axes[1:], s.body, s.carried)
-            body = self.sums(others, inner, "0", index(others.axes[0].extent, scope), lanes)
+            body = self.sums(others, inner, "0", index(others.axes[0].extent, scope), lanes, within=True)
         added = [x for r, names in outside.items() for x in accumulate(names, r, accumulators(r, inner), scope)]
         if lanes > 1:
             added = ["#pragma omp simd", f"for (int64_t l = 0; l < {lanes}; l++) {{", *("  " + x for x in added), "}"]
-        return [*lines, head, *("  " + x for x in (*body, *added)), "}"]
+        return [*lines, *whole(s, within), head, *("  " + x for x in (*body, *added)), "}"]
 
-    def in_order(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int) -> list[str]:
+    def in_order(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int, within: bool) -> list[str]:
         """One accumulation after the other; or in so many lanes: it vectorises, and no sum waits for the last one."""
         lines = declare_lanes(s, lanes, scope) if lanes > 1 else declare(s, scope)
         inner = scope.inner()
@@ -383,7 +386,7 @@ class _Writer:
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
         heads = [_header(a, inner, "reduce", *b) for a, b in zip(outer, bounds, strict=False)]
         text = self.body(s, inner) if last is None else self.step(s, inner, *bounds[-1], lanes)
-        lines += ["  " * k + x for k, x in enumerate(heads)]
+        lines += ["  " * k + x for k, head in enumerate(heads) for x in (*whole(s, within or k > 0), head)]
         lines += ["  " * len(heads) + x for x in text]
         return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
 

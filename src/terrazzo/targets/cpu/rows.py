@@ -123,6 +123,23 @@ def vectorises(body: Sequence[n.Statement]) -> bool:
     return not any(isinstance(e, Loaded) and e.value in lets for x in lets for e in _index_nodes(x))
 
 
+def whole(s: n.Loop, within: bool) -> list[str]:
+    """What stands before a loop of a sum that runs `within` others of it, where terms are chosen by a condition. GCC 11
+    and 12 vectorise a loop whose short inner loop they wrote out, in order, and lose some of the terms that have a
+    condition: short loops stay loops.
+    """
+    return ["#pragma GCC unroll 1"] if within and _chooses(s.body) else []
+
+
+def _chooses(body: Sequence[n.Statement]) -> bool:
+    """Whether a term is one of two by a condition, or a load is there by one."""
+    terms = [x.term for x in body if isinstance(x, n.Let)]
+    return any(
+        (isinstance(e, l.Apply) and e.fn.name == "where") or (isinstance(e, l.Load) and bool(e.inside))
+        for e in topological(terms)
+    ) or any(_chooses(x.body) for x in body if isinstance(x, n.Loop))
+
+
 def in_columns(s: n.Loop) -> bool:
     """True for a free loop whose reductions and scans read memory along it, and what follows them writes along it, so
     that lanes of it should run side by side.
