@@ -35,6 +35,7 @@ from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
 from terrazzo.rules.torch_to_tensor import loops, pairs, together
 from terrazzo.rules.torch_to_tensor import lower as lowering
 from terrazzo.targets import target
+from terrazzo.targets.cpu import merged
 
 GPU = gpu("sm_80")
 LAUNCHED = replace(target("sm_80").rates, launch=0.0, byte=0.0)
@@ -177,6 +178,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:digits_apart": of(collapse.digits_apart, kernels(lambda k: (collapse.digits_apart(k),))),
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
+    "schedule:merged": of(merged.merged, kernels(lambda k: (merged.merged(k),))),
     "schedule:even_products": of(patches.even_products, kernels(lambda k: (patches.even_products(k),))),
     "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),

@@ -433,3 +433,25 @@ def test_other_tensors_one_beside_the_other_are_lowered_to_know_their_price() ->
         nodes = topological(capture(fn, given).program.results)
         (node,) = (n for n in nodes if isinstance(n, Aten))
         assert beside(node, GPUS["sm_90a"]) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "called"),
+    [
+        (lambda: torch.nn.ConvTranspose2d(32, 32, 2, 2), (1, 32, 16, 32), True),
+        (lambda: torch.nn.Conv2d(64, 64, 3, 2, 1), (1, 64, 24, 24), True),
+        (lambda: torch.nn.Conv2d(64, 64, 3, padding=1), (1, 64, 8, 8), True),
+        (lambda: torch.nn.Conv2d(64, 64, 1), (1, 64, 16, 16), False),
+        (lambda: torch.nn.Conv2d(64, 64, 3, padding=1, groups=2), (1, 64, 8, 8), False),
+        (lambda: torch.nn.ConvTranspose2d(4, 4, 2, 2), (1, 4, 8, 8), False),
+    ],
+)
+def test_some_convolutions_are_called_on_a_processor(made: Any, shape: Any, called: bool, cache: Path) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(made(), torch.nn.ReLU()), torch.randn(shape)
+    with torch.no_grad():
+        compiled = terrazzo.compile(model, x, options={"cache_dir": cache})
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+        assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.convolution.default"] * called
+        never = terrazzo.compile(model, x, options={"cache_dir": cache, "libraries": "never"})
+        assert not never.compiled.fallbacks

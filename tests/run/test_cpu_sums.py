@@ -32,6 +32,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], float]] = {
     "variances of few rows": (lambda x: x.view(33, -1).var(0), (330, 100), 100.0),
     "variances of fewer": (lambda x: x.view(-1, 7).var(1), (280, 70), 0.0),
     "variances of all, far from zero": (lambda x: x.var(), (64, 1000), 100.0),
+    "means of images": (lambda x: x.mean((2, 3)), (8, 32, 14, 14), 0.0),
+    "columns of products, of which a few are left over": (lambda x: x[:, 0] @ x, (4003, 70), 0.0),
     "products of long rows": (lambda x: x.T @ x, LONG, 0.0),
 }  # fmt: skip
 

@@ -69,7 +69,7 @@ def test_no_windows_are_stored_and_no_guard_is_asked_at_each_point(name: str) ->
     def convolved(x: Any, w: Any, bias: Any) -> Any:
         return F.conv2d(x, w, bias, **options)
 
-    (kernel,) = lowering(capture(convolved, given).program, Options(target="cpu")).loop.steps
+    (kernel,) = lowering(capture(convolved, given).program, Options(target="cpu", libraries="never")).loop.steps
     assert isinstance(kernel, l.Kernel)
     text = emit(kernel)[1].partition('extern "C" int k_')[2]
     assert " ? " not in text
@@ -98,7 +98,7 @@ def test_transposed_convolutions_add_up_what_their_strides_divide(
     options = {"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER}
     ours = terrazzo.compile(convolved, x, w, options=options)(x, w)
     assert accuracy([ours], [convolved(x, w)], [convolved(x.double(), w.double())]).problem == ""
-    (kernel,) = lowering(capture(convolved, (x, w)).program, Options(target="cpu")).loop.steps
+    (kernel,) = lowering(capture(convolved, (x, w)).program, Options(target="cpu", libraries="never")).loop.steps
     assert isinstance(kernel, l.Kernel)
     divided = all(n % given["stride"] == 0 for n in kernel.stores[0].buffer.type.static_shape[2:])
     before, after = (_steps(k) for k in (kernel, phases(kernel)))

@@ -14,7 +14,7 @@ from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type, dense
+from terrazzo.ir.types import Type, dense, f32
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
 
@@ -26,7 +26,7 @@ LIBRARY, OURS = "the library", "ours"
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
     where there are none). In float32 libraries compute ops of some families in TF32. On a processor, which is no `gpu`,
-    nothing is priced: the ops of `ON_A_PROCESSOR` are called.
+    nothing is priced: what `_on_a_processor` names is called.
     """
 
     gpu: Gpu | None
@@ -41,7 +41,7 @@ class Libraries:
         found: set[Node] = set()
         for node in nodes:
             if self.gpu is None:
-                if node.name in ON_A_PROCESSOR and is_called(node):
+                if _on_a_processor(node) and is_called(node):
                     told = f"{node.name}: {LIBRARY}'s is faster on a processor"
                     log.add(Event(PASS, "library", program.names.get(node, node.name), True, told))
                     found.add(node)
@@ -385,10 +385,28 @@ SPECIAL = ("digamma", "polygamma")
 """Functions of an element that our kernels compute in float64, and PyTorch in its type."""
 BACKWARD = "aten.convolution_backward.default"
 CONVOLUTIONS = ("aten.convolution.default", BACKWARD)
-ON_A_PROCESSOR = (BACKWARD,)
-"""Ops that are called on a processor: oneDNN takes 0.3 to 1.0 of our time for the gradient of an image, 0.2 to 1.0 for
-that of weights (two threads with AVX2, 3x3 and 1x1, 64 to 256 channels).
-"""
+
+
+def _on_a_processor(op: Aten) -> bool:
+    """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
+    enough and are transposed, or have filters of several taps and many channels, and strides or few places. oneDNN
+    takes 0.3 to 1.0 of our time for the gradient of an image, 0.2 to 1.0 for that of weights (two threads with AVX2,
+    3x3 and 1x1, 64 to 256 channels); 0.16 to 1.0 for transposed convolutions (one thread with AVX-512, eleven of one to
+    three dimensions, 64 channels one by one to 512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512).
+    """
+    if op.name != CONVOLUTIONS[0]:
+        return op.name == BACKWARD
+    if _result(op).dtype is not f32 or _convolution(op.args, _result(op), 1) < WORK:
+        return False
+    w, image, strides = op.args[1].type.static_shape, _result(op).static_shape[2:], op.args[3]
+    far = max(strides) > 1 or math.prod(image) <= PLACES
+    return bool(op.args[6]) or (op.args[8] == 1 and math.prod(w[2:]) > 1 and w[1] >= CHANNELS and far)
+
+
+WORK = 2e6
+"""Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
+PLACES, CHANNELS = 256, 64
+"""Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.mm.default": ("product", _product),
     "aten.addmm.default": ("product", _product),

@@ -56,7 +56,7 @@ def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> li
 
 def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
     """Combine the lanes, halves with halves: an order of its own, whatever the width of the machine's vectors."""
-    lines, steps, ends = [], [], []
+    lines, halves, ends = [], [], []
     for r in s.carried:
         given = accumulators(r, scope)
         if wide(r):
@@ -64,16 +64,18 @@ def meet(s: n.Loop, lanes: int, scope: Scope) -> list[str]:
             (name,) = accumulators(r, scope)
             lines.append(f"for (int64_t l = 0; l < {lanes}; l++) {name} = {given[0]};")
             given = [name]
-        steps += ["    " + x for x in accumulate(given, r, [x.replace("[l]", "[l + h]") for x in given], scope)]
+        halves.append((r, given))
         scope.names[r] = scope.fresh("acc")
         for kind, name, lane in zip(map(c_type, types(r)), accumulators(r, scope), given, strict=True):
             ends.append(f"const {kind} {name} = ({kind}){lane.replace('[l]', '[0]')};")
-    head = [
-        f"for (int64_t h = {lanes // 2}; h; h /= 2) {{",
-        "  #pragma omp simd",
-        "  for (int64_t l = 0; l < h; l++) {",
-    ]
-    return [*lines, *head, *steps, "  }", "}", *ends]
+    half = lanes
+    while half := half // 2:  # each a loop of its own: of known lengths, they become vectors
+        lines += ["#pragma omp simd", f"for (int64_t l = 0; l < {half}; l++) {{"]
+        for r, given in halves:
+            other = [x.replace("[l]", f"[l + {half}]") for x in given]
+            lines += ["  " + x for x in accumulate(given, r, other, scope)]
+        lines.append("}")
+    return [*lines, *ends]
 
 
 def _truth(r: Carried) -> bool:

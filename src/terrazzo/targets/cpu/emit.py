@@ -23,6 +23,7 @@ from terrazzo.ir.expr import Expr, IntExpr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked, chained
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
+from terrazzo.targets.cpu.merged import merged
 from terrazzo.targets.cpu.rows import (
     crossing,
     groups,
@@ -49,6 +50,8 @@ threads."""
 SHORT = 32
 """Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
 
+AT_A_TIME, LITTLE = 4, 4.0
+"""Steps of sums for a block of lanes that are taken together, where the price of one is so low."""
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
 
@@ -80,7 +83,8 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
         lines.append(
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
         )
-    body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row) or _Writer(kernel, scope).lines()
+    body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
+    body = body or _Writer(merged(kernel), scope).lines()
     noting = any("tz_among(" in line for line in body)
     lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]
@@ -288,10 +292,39 @@ class _Writer:
         lines = declare_lanes(s, lanes, scope)
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        lines += ["  " * k + _header(a, inner, s.kind, *b) for k, (a, b) in enumerate(zip(s.axes, bounds, strict=True))]
-        depth = "  " * len(s.axes)
-        lines += [depth + x for x in self.lanes(s, inner, head)]
-        return lines + ["  " * k + "}" for k in reversed(range(len(s.axes)))]
+        heads = [_header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
+        body = [heads.pop(), *("  " + x for x in self.lanes(s, inner, head)), "}"]
+        if self.takes_several(s, head):
+            body = self.several(s, inner, head, *bounds[-1])
+        lines += ["  " * k + x for k, x in enumerate(heads)]
+        lines += ["  " * len(heads) + x for x in body]
+        return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
+
+    def takes_several(self, s: n.Loop, head: Lanes) -> bool:
+        """Whether several steps of sums are taken at a time: they are little work, and the same at all places. What is
+        no sum, such as a maximum that keeps NaN, compilers no longer vectorise then.
+        """
+        last, work = s.axes[-1].extent, (x.term for x in s.body if isinstance(x, n.Let))
+        if not all(map(_rounds, s.carried)) or not isinstance(last, int) or last < AT_A_TIME:
+            return False
+        little = sum(x.fn.cost for x in work if isinstance(x, l.Apply)) <= LITTLE
+        return little and guards(loads_of(s.body), head.axis) is None
+
+    def several(self, s: n.Loop, scope: Scope, head: Lanes, start: str, end: str) -> list[str]:
+        """The steps of the last axis of sums, several of them in one loop over the lanes: accumulators are read and
+        written once for all of these, and as many rows of memory are read side by side.
+        """
+        axis = s.axes[-1]
+        step = scope.names[axis]
+        lines = [f"int64_t {step} = {start};"]
+        lines.append(f"for (; {step} + {AT_A_TIME} <= {end}; {step} += {AT_A_TIME}) {{  // {s.kind}")
+        lines += ["  " + x for x in head.loop()]
+        for k in range(AT_A_TIME):
+            inner = scope.inner()
+            inner.names[axis] = name = scope.fresh("i")
+            lines += [f"    const int64_t {name} = {step} + {k};", *("    " + x for x in self.body(s, inner))]
+        lines += ["  }", "}", f"for (; {step} < {end}; {step}++) {{"]
+        return [*lines, *("  " + x for x in self.lanes(s, scope, head)), "}"]
 
     def lanes(self, s: n.Loop, scope: Scope, head: Lanes) -> list[str]:
         """One step of a reduction or scan for all lanes; in three parts, where a guard holds for some lanes in the

@@ -1,0 +1,92 @@
+"""Axes that memory runs through one behind the other, as one: rows and columns of an image are so many places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from terrazzo.ir.address import coefficient, flatten, unflatten
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.node import substitute, topological, transformed
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
+
+
+def merged(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with neighbouring axes as one where all that knows one of them reads and writes along both, as if they
+    were one: its loops are longer, so that there are vectors of them. Whoever divides to find a place keeps its axes.
+
+    @loop
+    def f(x: f32[3, 7, 7]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0, r1 in reduce(7, 7):
+                    in0 = x[a0, r0, r1]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[3, 7, 7]):
+        with kernel('z', z=f32[3]):
+            for a0 in free(3):
+                for r0 in reduce(49):
+                    in0 = x[a0, r0 // 7, r0 % 7]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    """
+    stores = transformed(kernel.stores, _one_run)
+    if stores != kernel.stores:
+        kernel = l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+    if kernel.scans:
+        return kernel
+    for axes in _runs(kernel.axes, kernel.stores):
+        kernel = merge_axes(kernel, axes)
+    return kernel
+
+
+def _one_run(node: Any) -> Any:
+    """A reduction over as few axes as memory lets it."""
+    if type(node) is not l.Reduce or len(node.axes) < 2:
+        return node
+    axes, args = l.open_binder(node)
+    new: dict[Any, Any] = {}
+    kept: list[Var] = []
+    runs = {run[0]: run for run in _runs(axes, args)}
+    for a in axes:
+        if a in runs:
+            sizes = tuple(int(x.extent) for x in runs[a])  # type: ignore[arg-type]
+            kept.append(Var(l.fresh_name(), math.prod(sizes)))
+            new |= zip(runs[a], unflatten(kept[-1], sizes), strict=True)
+        elif a not in new:
+            kept.append(a)
+    return l.Reduce.make(node.monoid, tuple(kept), tuple(substitute(x, new) for x in args)) if new else node
+
+
+def _runs(axes: Sequence[Var], roots: Sequence[Any]) -> list[tuple[Var, ...]]:
+    """The neighbours among axes that can be one, as many together as there are."""
+    nodes = topological(roots)
+    accesses = [x for x in nodes if isinstance(x, l.Load | l.Store)]
+    places = [flatten(x.index, x.buffer.type.element_strides) for x in accesses]
+    asked = [e for x in nodes if isinstance(x, l.Load) for e in x.inside]
+    asked += [e for x in nodes if not isinstance(x, l.Load | l.Store | Expr) for e in x.children if isinstance(e, Expr)]
+    fixed = frozenset[Any]().union(*(e.free for e in asked if isinstance(e, Expr)))
+    found: list[tuple[Var, ...]] = []
+    for a, b in pairwise(axes):
+        known = all(isinstance(x.extent, int) and x.extent > 0 and x not in fixed for x in (a, b))
+        if not known or not all(_behind(place, a, b) for place in places):
+            continue
+        if found and found[-1][-1] is a:
+            found[-1] = (*found[-1], b)
+        else:
+            found.append((a, b))
+    return found
+
+
+def _behind(place: Any, a: Var, b: Var) -> bool:
+    """Whether a step along `a` is as far as all of those along `b`, in memory."""
+    by, far = coefficient(place, b), coefficient(place, a)
+    return isinstance(by, int) and isinstance(far, int) and far == by * b.extent
