@@ -325,7 +325,7 @@ def test_results_of_calls_are_given_back_when_nothing_needs_them(forced: None, c
             alive.append(len(self))
 
     run = compiled.compiled
-    run._call, given = lambda tensors, call=run._call: call(Watched(tensors)), x  # type: ignore[method-assign]
+    run._call, given = lambda tensors, changed, call=run._call: call(Watched(tensors), changed), x  # type: ignore[method-assign]
     torch.testing.assert_close(compiled(given), chain(x))
     assert max(alive) <= 3  # what is read, what is written, and the input
 
