@@ -294,13 +294,13 @@ class _Writer:
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
         heads = [_header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
         body = [heads.pop(), *("  " + x for x in self.lanes(s, inner, head)), "}"]
-        if self.takes_several(s, head):
+        if self.takes_several(s):
             body = self.several(s, inner, head, *bounds[-1])
         lines += ["  " * k + x for k, x in enumerate(heads)]
         lines += ["  " * len(heads) + x for x in body]
         return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
 
-    def takes_several(self, s: n.Loop, head: Lanes) -> bool:
+    def takes_several(self, s: n.Loop) -> bool:
         """Whether several steps of sums are taken at a time: they are little work, and the same at all places. What is
         no sum, such as a maximum that keeps NaN, compilers no longer vectorise then.
         """
@@ -308,7 +308,7 @@ class _Writer:
         if not all(map(_rounds, s.carried)) or not isinstance(last, int) or last < AT_A_TIME:
             return False
         little = sum(x.fn.cost for x in work if isinstance(x, l.Apply)) <= LITTLE
-        return little and guards(loads_of(s.body), head.axis) is None
+        return little and not any(isinstance(x, l.Load) and x.inside for x in topological(loads_of(s.body)))
 
     def several(self, s: n.Loop, scope: Scope, head: Lanes, start: str, end: str) -> list[str]:
         """The steps of the last axis of sums, several of them in one loop over the lanes: accumulators are read and
