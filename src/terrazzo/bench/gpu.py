@@ -72,7 +72,7 @@ def measure(
     """
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     if suite.startswith("fp32"):
         options = replace(options, fp32="split")
     start, meta = time.perf_counter(), measured_on()
@@ -93,7 +93,8 @@ def measure(
     for done, case in enumerate(missing):
         if time.perf_counter() - start > within:
             break
-        found[case.name, case.dtype] = _tried(case, options, peers, folder)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            found[case.name, case.dtype] = _tried(case, options, peers, folder)
         if folder is not None:
             save(record(), kept(suite, folder, part))
         torch.cuda.empty_cache()  # an error of the GPU comes up here: nothing can be measured after it
