@@ -63,7 +63,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not is_called(node) or any(map(_widened, node.children)):
+        if not is_called(node) or (node.name != BACKWARD and any(map(_widened, node.children))):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
