@@ -45,7 +45,7 @@ class Taps:
 
 
 def found(kernel: l.Kernel) -> Taps | None:
-    """A kernel as such a sum; None where it is none, or has no taps."""
+    """A kernel as such a sum; None where it is none, or has more taps than points."""
     p = product(kernel)
     if p is None or len(p.sites) != 1 or len(p.axes) < 2:
         return None
@@ -69,6 +69,8 @@ def found(kernel: l.Kernel) -> Taps | None:
     if runs[depth] < LEAST:
         return None
     rest = sorted((a for a in p.axes if a is not depth), key=lambda a: a.extent)
+    if math.prod(a.extent for a in others) > math.prod(a.extent for a in rest):  # as of a convolution: these are points
+        return None
     number = {a: k for k, a in enumerate(p.axes)}
     cut = runs[depth] if runs[depth] < STEP and depth.extent % runs[depth] == 0 < depth.extent - runs[depth] else 0
     return Taps((*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent, cut)

@@ -16,6 +16,7 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import mentions
 from terrazzo.ir.concatenated import concatenated, loaded
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
@@ -175,13 +176,15 @@ def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], 
     types = {x.dtype for x in p.operands}  # type: ignore[attr-defined]
     if len(types) != 1:
         return [], "its factors are of different types"
-    if (short := p.axes[-1].extent) < FEWEST and len(p.axes) > 1:
-        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {FEWEST}"
+    across = _across(p)
+    least = FEWEST if across else STEP
+    if (short := p.axes[-1].extent) < least and len(p.axes) > 1:
+        return [], f"it sums over {len(p.axes)} axes, the last of which has {short} elements of a step's {least}"
     if why := not_converted(p, step(p)):
         return [], why
     for x in p.operands:
         every = dict.fromkeys([*loaded(x), made_of(x)])
-        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p) for y in every if y is not None))), ""):
+        if why := next(filter(None, (_no_steps(x, p), *(_no_boxes(y, p, across) for y in every if y is not None))), ""):
             return [], f"{called(x)}: {why}"
     (kind,) = types
     total = p.sites[0].reduce.dtype
@@ -206,13 +209,21 @@ def _no_steps(x: Any, p: Product) -> str:
     return "memory runs along one axis of a tensor, and along another of the next" if len(runs) > 1 else ""
 
 
-def _no_boxes(x: Any, p: Product) -> str:
-    """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Where a box is one point wide,
-    outer axes of steps may walk in any steps.
+def _across(p: Product) -> bool:
+    """Whether memory runs across the steps of a product in all that it reads: a step may be short, and what is read is
+    as wide.
+    """
+    return all(isinstance(x, l.Load) and (along(x, p.m) or along(x, p.n)) for x in p.operands)
+
+
+def _no_boxes(x: Any, p: Product, across: bool) -> str:
+    """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Where memory runs `across` the
+    steps, and a box is one point wide, outer axes of steps may walk in any steps.
     """
     *outer, depth = p.axes
     inner = [a for a in (p.m, p.n, depth) if a in x.free]
     beside = [a for a in outer if any(mentions(e, a) and any(mentions(e, b) for b in inner) for e in x.index)]
+    beside = beside if across else [a for a in outer if a in x.free]
     found = box(x, dict.fromkeys((*inner, *beside), 1))
     if isinstance(found, str):
         return found
