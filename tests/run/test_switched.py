@@ -105,9 +105,9 @@ def test_who_compiles_for_a_gpu_obeys_the_switch(monkeypatch: pytest.MonkeyPatch
     options = Options(target="sm_90a", cache_dir=tmp_path)
     torch.set_float32_matmul_precision("high")
     found = compiled.compile_program(program, {}, options)
-    assert seen == ["tf32"] and found.now == "tf32"
+    assert seen == ["tf32"] and found.now() == "tf32"
     torch.set_float32_matmul_precision("medium")
-    assert found.now == "bf16"
+    assert found.now() == "bf16"
     assert compiled.compile_program(program, {}, replace(options, fp32="split")) == "split"
 
 
@@ -135,3 +135,11 @@ def test_ways_to_multiply(way: str, products: int, kind: str) -> None:
     told = [e.reason for e in done.log.events if e.pass_name == "parts" and e.subject == "mm"]
     assert told == ([f"a product of float32 is {products} of {kind}"] if products else [])
     assert ("bf16" in str(done.loop.steps)) == (kind == "bfloat16")
+
+
+def test_what_goes_wrong_while_compiling_is_told() -> None:
+    def make(way: str) -> Any:
+        raise AttributeError("of the compiler")
+
+    with pytest.raises(AttributeError, match="of the compiler"):
+        Switched(make)

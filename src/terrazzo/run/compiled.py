@@ -354,7 +354,7 @@ def _build(
     lowered: Any = built.lowering.at("tile") or built.lowering.at("loop")
     terms = getattr(lowered, "loop", lowered)
     taken = pairs(terms.steps, machine.in_place) if terms else {}
-    given = updates(terms, options.updated, products=machine.in_place)
+    given = updates(terms, options.updated, products=machine.in_place) if terms else {}
     plan = make(rest, built.entries, machine.processors, taken, options.updated, given)
     once = make(first, built.entries, onto=taken) if first else None
     if once:

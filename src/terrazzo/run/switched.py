@@ -37,9 +37,8 @@ class Switched:
     def __init__(self, make: Callable[[str], Any]) -> None:
         self.make = make
         self.made: dict[str, Any] = {}
-        _ = self.now
+        self.now()
 
-    @property
     def now(self) -> Any:
         """The program as it is to be computed at present."""
         way = asked()
@@ -52,9 +51,9 @@ class Switched:
         return Switched(lambda way: (self.made.get(way) or self.make(way)).rebound(bound))
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        return self.now(inputs)
+        return self.now()(inputs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("make", "made"):
             raise AttributeError(name)
-        return getattr(self.now, name)
+        return getattr(self.now(), name)
