@@ -115,6 +115,7 @@ class Cuda:
         self.steps: Sequence[Step] = ()
         self.room: Sequence[tuple[int, bool]] = ()
         self.modules: dict[str, Any] = {}
+        self.allowed: dict[tuple[str, str], int] = {}
 
     def key(self, cache: Cache) -> str:
         """What kernels here depend on: the compiler, and what was measured."""
@@ -184,18 +185,23 @@ class Cuda:
         kernel = Launched(slots, blocks, shared, touched)
         processors = int(torch.cuda.get_device_properties(self.index).multi_processor_count)
         size = even(kernel, processors, GPUS[self.arch].shared)
-        if size > max(shared, STATIC_SHARED):
+        self._allow(step, function, size)
+        return size, not late(kernel, processors)
+
+    def _allow(self, step: Step | Entry, function: Any, size: int) -> None:
+        """Let blocks of a kernel ask for so many bytes of shared memory. Equal kernels are one function, which is let
+        ask for as much as any of them: some touch less, and ask for less.
+        """
+        if size > self.allowed.get((step.key, step.name), STATIC_SHARED):
             most = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.call("cuFuncSetAttribute", function, most, size)
-        return size, not late(kernel, processors)
+            self.allowed[step.key, step.name] = size
 
     def _function(self, step: Step | Entry, paths: dict[str, Path]) -> Any:
         if step.key not in self.modules:
             self.modules[step.key] = self.call("cuModuleLoadData", paths[step.key].read_bytes())
         function = self.call("cuModuleGetFunction", self.modules[step.key], step.name.encode())
-        if step.launch[2] > STATIC_SHARED:
-            attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self.call("cuFuncSetAttribute", function, attribute, step.launch[2])
+        self._allow(step, function, step.launch[2])
         return function
 
     def call(self, name: str, *args: Any) -> Any:
