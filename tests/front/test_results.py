@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import terrazzo  # noqa: E402
+
 
 def broken(x: Any) -> Any:
     y = x * 2
@@ -212,3 +214,14 @@ def test_tangents_are_kept() -> None:
         with pytest.warns(RuntimeWarning, match="have tangents, of forward-mode differentiation; PyTorch runs this"):
             found = forward_ad.unpack_dual(compiled(dual))
         assert torch.equal(found.tangent, expected.tangent) and torch.equal(found.primal, expected.primal)
+
+
+def test_a_gradient_may_be_that_of_a_complex_number_times_something() -> None:
+    def hologram(x: Any) -> Any:
+        with torch.enable_grad():
+            phase = x.detach().requires_grad_()
+            loss = (torch.exp(1j * phase).real * x).sum()
+            return torch.autograd.grad(loss, phase)[0]
+
+    x = torch.randn(8)
+    torch.testing.assert_close(terrazzo.compile(hologram, x)(x), hologram(x))

@@ -91,7 +91,8 @@ def mode() -> Any:
                 finally:
                     torch._disable_functionalization()
                     torch._functionalize_enable_reapply_views(before)
-            return aliased(func, args, kwargs, found) if view else found
+            shares = view and isinstance(next(iter(args), None), torch.Tensor)  # autograd asks for the conjugate of 1j
+            return aliased(func, args, kwargs, found) if shares else found
 
         def wrapped(self, x: Any, of: Any = lambda x: x) -> Any:
             if isinstance(x, (list, tuple)):
