@@ -20,7 +20,7 @@ from terrazzo.ir.canonical import canonical, once_per_form, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.dialects.torch import Aten, Get
+from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.parse_plan import parse_pinned
 from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Input, Program
@@ -331,9 +331,7 @@ def _alone(name: str, fp32: str, op: Aten) -> float:
     called after all. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
-    several = enumerate(op.result) if isinstance(op.result, tuple) else ()
-    results = tuple(Get(op, k) for k, r in several if r is not None) or (op,)
-    program = Program("torch", "alone", inputs, results, {op: "result"})
+    program = Program("torch", "alone", inputs, (op,), {op: "result"})
     options = Options(target=name, libraries="never", fp32=fp32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     steps = stages(program, options, Log(), upper)[-1][1].steps

@@ -164,13 +164,18 @@ def convolution() -> tuple[Case, ...]:
             return x.to(memory_format=layout), w.to(memory_format=layout), normal((k,), "bf16")
 
         after = -(-size // stride)
-        name = f"{c} -> {k}, {n} x {size} x {size}, {taps} x {taps}"
-        name += f"{f', every {stride}' if stride > 1 else ''}{'' if last else ', channels first'}"
+        name = convolution_name(n, c, k, size, taps, stride, last)
         moved = 2 * (n * c * size * size + k * c * taps * taps + k + n * k * after * after)
         work = 2.0 * n * after * after * k * c * taps * taps
         return Case(name, "bf16", lambda: (convolve, given, lambda *a: convolve(*(x.double() for x in a))), moved, work)
 
     return tuple(case(*shape) for shape in CONVOLUTION)
+
+
+def convolution_name(n: int, c: int, k: int, size: int, taps: int, stride: int, last: bool) -> str:
+    """What a convolution of `n` images is called."""
+    name = f"{c} -> {k}, {n} x {size} x {size}, {taps} x {taps}"
+    return f"{name}{f', every {stride}' if stride > 1 else ''}{'' if last else ', channels first'}"
 
 
 def block() -> tuple[Case, ...]:

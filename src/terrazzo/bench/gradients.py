@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.bench.gpu_suites import CONVOLUTION, Case, Made, normal
+from terrazzo.bench.gpu_suites import CONVOLUTION, Case, Made, convolution_name, normal
 
 SIZES = (*CONVOLUTION, (32, 256, 512, 56, 1, 2, True), (16, 64, 64, 128, 3, 1, True), (8, 320, 320, 64, 3, 1, False))
 
@@ -32,8 +32,7 @@ def _case(n: int, c: int, k: int, size: int, taps: int, stride: int, last: bool,
         return gradient, given, lambda *a: gradient(*(x.double() for x in a))
 
     of = ("image", "weights")[which]
-    name = f"{of}, {c} -> {k}, {n} x {size} x {size}, {taps} x {taps}"
-    name += f"{f', every {stride}' if stride > 1 else ''}{'' if last else ', channels first'}"
+    name = f"{of}, {convolution_name(n, c, k, size, taps, stride, last)}"
     images = n * k * after * after + n * c * size * size
     moved = (2 if dtype == "bf16" else 4) * (images + k * c * taps * taps)
     work = 2.0 * n * after * after * k * c * taps * taps

@@ -72,6 +72,11 @@ def _axes(index: IntExpr) -> frozenset[object]:
     return index.free if isinstance(index, Expr) else frozenset()
 
 
+Given = Mapping[l.Buffer, l.Buffer]
+"""New values of inputs that may lie where these do, with these."""
+NOTHING_GIVEN: Given = MappingProxyType({})
+
+
 def pairs(steps: Steps, kernels: bool = True) -> dict[l.Buffer, list[l.Buffer]]:
     """What `kernels` store that is large, with all that each may take the place of; and what ops of PyTorch give that
     can do what they do to their first operand in place.
@@ -121,7 +126,7 @@ def taken_over(
     among: Mapping[l.Buffer, Sequence[l.Buffer]],
     ahead: Callable[[Iterable[int], int], bool] | None = None,
     apart: Collection[l.Buffer] = (),
-    given: Mapping[l.Buffer, l.Buffer] = MappingProxyType({}),
+    given: Given = NOTHING_GIVEN,
 ) -> dict[l.Buffer, l.Buffer]:
     """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
     one after the other, or as `ahead` says, which is asked whether steps are through when another begins.

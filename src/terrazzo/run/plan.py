@@ -17,7 +17,7 @@ from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
-from terrazzo.ir.in_place import taken_over
+from terrazzo.ir.in_place import NOTHING_GIVEN, Given, taken_over
 from terrazzo.ir.regions import NONE, Piece, Regions, lived, regions
 from terrazzo.ir.types import DTYPES, DType, Type
 from terrazzo.run.arena import allocate, hosts, padded
@@ -28,9 +28,6 @@ VERSION = 10
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
 """What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
 NOTHING: Onto = {}
-Given = Mapping[l.Buffer, l.Buffer]
-"""New values of inputs that may lie where these do (`in_place.updates`)."""
-NONE_GIVEN: Given = {}
 
 Map = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 """A tensor map that a kernel takes: which of its arguments, seen with which shape and strides, the box, the swizzle."""
@@ -234,7 +231,7 @@ def make(
     processors: int = 0,
     onto: Onto = NOTHING,
     updated: Sequence[str] = (),
-    given: Given = NONE_GIVEN,
+    given: Given = NOTHING_GIVEN,
 ) -> Plan:
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
     by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`; the
@@ -267,7 +264,7 @@ def _made(
     onto: Onto = NOTHING,
     named: Regions = NONE,
     updated: Sequence[str] = (),
-    given: Given = NONE_GIVEN,
+    given: Given = NOTHING_GIVEN,
 ) -> Plan:
     whole = named.wholes
     written = (whole.get(b, b) for s in program.steps for b in s.writes)

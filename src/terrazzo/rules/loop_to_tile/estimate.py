@@ -174,8 +174,7 @@ def _stored(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
 
 def _by_taps(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     """A sum over points under taps, a product for each tap."""
-    for way in taps.ways(kernel, gpu)[:1]:
-        yield way.time, way.kernels[0], partial(tiles.schedule, way.product, way.plan, gpu)
+    yield from (way.whole(gpu) for way in taps.ways(kernel, gpu)[:1])
 
 
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:

@@ -31,7 +31,7 @@ def convolution(
     """
     out = result(node)
     dtype, spatial = out.dtype, w.type.rank - 2
-    stride, padding, dilation = (tuple(p) * spatial if len(p) == 1 else tuple(p) for p in (stride, padding, dilation))
+    stride, padding, dilation = (_each(p, spatial) for p in (stride, padding, dilation))
     batched = x.type.rank == w.type.rank
     if not batched:
         x = t.reshape(x, (1, *x.type.shape))
@@ -44,6 +44,19 @@ def convolution(
     return value if batched else t.reshape(value, out.shape)
 
 
+def _each(option: Sequence[int], spatial: int) -> tuple[int, ...]:
+    """An option for every dimension, where there may be one for all."""
+    return tuple(option) * spatial if len(option) == 1 else tuple(option)
+
+
+def _under(
+    o: Any, k: Any, extents: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[list[IntExpr], list[IntExpr]]:
+    """The places i = o * stride + k * dilation - padding in each dimension, and what must be >= 0 for them to exist."""
+    place = [o[d] * stride[d] + k[d] * dilation[d] - padding[d] for d in range(len(stride))]
+    return place, [e for p, extent in zip(place, extents, strict=True) for e in (p, extent - 1 - p)]
+
+
 def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
     cin = w.type.shape[1]
     space = (*shape, cin, *w.type.shape[2:])
@@ -51,8 +64,7 @@ def _convolved(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: 
     spatial = len(stride)
     n, oc, o = here[0], here[1], here[2 : 2 + spatial]
     ic, k = here[2 + spatial], here[3 + spatial :]
-    place = [o[d] * stride[d] + k[d] * dilation[d] - padding[d] for d in range(spatial)]
-    inside = [e for d, p in enumerate(place) for e in (p, x.type.shape[2 + d] - 1 - p)]
+    place, inside = _under(o, k, x.type.shape[2:], stride, padding, dilation)
     group = oc // (shape[1] // groups)
     left = t.index_map(t.cast(x, dtype.compute), space, (n, group * cin + ic, *place), inside)
     right = t.index_map(t.cast(w, dtype.compute), space, (oc, ic, *k))
@@ -110,7 +122,7 @@ def convolution_backward(
     convolution the other way, with the same weights: transposed where that one is not.
     """
     spatial = w.type.rank - 2
-    stride, padding, dilation = (tuple(p) * spatial if len(p) == 1 else tuple(p) for p in (stride, padding, dilation))
+    stride, padding, dilation = (_each(p, spatial) for p in (stride, padding, dilation))
 
     def image() -> Any:
         back, dtype = _convolved if transposed else _transposed, result(node, 0).dtype
@@ -141,8 +153,7 @@ def _weights(
     spatial = len(stride)
     of, ic, k = here[0], here[1], here[2 : 2 + spatial]
     n, o = here[2 + spatial], here[3 + spatial :]
-    place = [o[d] * stride[d] + k[d] * dilation[d] - padding[d] for d in range(spatial)]
-    inside = [e for d, p in enumerate(place) for e in (p, image.type.shape[2 + d] - 1 - p)]
+    place, inside = _under(o, k, image.type.shape[2:], stride, padding, dilation)
     group = of // (shape[0] // groups)
     left = t.index_map(t.cast(points, dtype.compute), space, (n, of, *o))
     right = t.index_map(t.cast(image, dtype.compute), space, (n, group * per_group + ic, *place), inside)

@@ -40,18 +40,11 @@ class Libraries:
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
         found: set[Node] = set()
         for node in nodes:
-            if self.gpu is None:
-                if _on_a_processor(node) and is_called(node):
-                    told = f"{node.name}: {LIBRARY}'s is faster on a processor"
-                    log.add(Event(PASS, "library", program.names.get(node, node.name), True, told))
-                    found.add(node)
-                continue
-            if node.name == BACKWARD:
-                told = f"{node.name}: ours are not known to be faster in whole programs"
-                log.add(Event(PASS, "library", program.names.get(node, node.name), True, told))
+            if why := self._unpriced(node):
+                log.add(Event(PASS, "library", program.names.get(node, node.name), True, f"{node.name}: {why}"))
                 found.add(node)
                 continue
-            if (choice := self._choice(node, node in read, self.gpu)) is None:
+            if self.gpu is None or (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
             ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
             better = slower(ours, theirs)
@@ -61,6 +54,12 @@ class Libraries:
             if better:
                 found.add(node)
         return found
+
+    def _unpriced(self, node: Aten) -> str:
+        """Why an op is called whatever the model says; nothing where that decides."""
+        if self.gpu is None:
+            return f"{LIBRARY}'s is faster on a processor" if _on_a_processor(node) and is_called(node) else ""
+        return "ours are not known to be faster in whole programs" if node.name == BACKWARD else ""
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
@@ -247,7 +246,7 @@ def _around(op: Any, gpu: Gpu, tf32: bool) -> float:
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
     """The family of an op with these arguments, and its operations."""
-    if op.name in CONVOLUTIONS and is_depthwise(convolved(op)):
+    if op.name in (FORWARD, BACKWARD) and is_depthwise(convolved(op)):
         x = convolved(op)[0].type
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
@@ -374,18 +373,20 @@ def _added(args: Sequence[Any], out: Type, tile: int) -> float:
 
 SPECIAL = ("digamma", "polygamma")
 """Functions of an element that our kernels compute in float64, and PyTorch in its type."""
-BACKWARD = "aten.convolution_backward.default"
-CONVOLUTIONS = ("aten.convolution.default", BACKWARD)
+FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+"""A convolution, and its gradients."""
 
 
 def _on_a_processor(op: Aten) -> bool:
     """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
-    enough and are transposed, or have filters of several taps and many channels, and strides or few places. oneDNN
-    takes 0.3 to 1.0 of our time for the gradient of an image, 0.2 to 1.0 for that of weights (two threads with AVX2,
-    3x3 and 1x1, 64 to 256 channels); 0.16 to 1.0 for transposed convolutions (one thread with AVX-512, eleven of one to
-    three dimensions, 64 channels one by one to 512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512).
+    enough and are transposed, or have filters of several taps and many channels, and strides or few places.
+
+    oneDNN takes 0.3 to 0.93 of our time for the gradient of an image, 0.13 to 0.97 for that of weights (two threads;
+    3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0
+    for transposed convolutions (one thread with AVX-512, eleven of one to three dimensions, 64 channels one by one to
+    512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512).
     """
-    if op.name != CONVOLUTIONS[0]:
+    if op.name != FORWARD:
         return op.name == BACKWARD
     if _result(op).dtype is not f32 or _convolution(op.args, _result(op), 1) < WORK:
         return False
@@ -403,7 +404,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.addmm.default": ("product", _product),
     "aten.bmm.default": ("product", _product),
     "aten.baddbmm.default": ("product", _product),
-    "aten.convolution.default": ("convolution", _convolution),
+    FORWARD: ("convolution", _convolution),
     BACKWARD: ("convolution", _convolution),
     "aten.cumsum.default": ("scan", _rows),
     "aten.cumprod.default": ("scan", _rows),

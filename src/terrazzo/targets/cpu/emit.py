@@ -33,10 +33,10 @@ from terrazzo.targets.cpu.rows import (
     only_loop,
     points,
     repeated,
+    stays_a_loop,
     transposes,
     trips,
     vectorises,
-    whole,
 )
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
 from terrazzo.targets.names import Names, comment, identifier
@@ -409,7 +409,7 @@ class _Writer:
         added = [x for r, names in outside.items() for x in accumulate(names, r, accumulators(r, inner), scope)]
         if lanes > 1:
             added = ["#pragma omp simd", f"for (int64_t l = 0; l < {lanes}; l++) {{", *("  " + x for x in added), "}"]
-        return [*lines, *whole(s, within), head, *("  " + x for x in (*body, *added)), "}"]
+        return [*lines, *stays_a_loop(s, within), head, *("  " + x for x in (*body, *added)), "}"]
 
     def in_order(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int, within: bool) -> list[str]:
         """One accumulation after the other; or in so many lanes: it vectorises, and no sum waits for the last one."""
@@ -419,7 +419,7 @@ class _Writer:
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
         heads = [_header(a, inner, "reduce", *b) for a, b in zip(outer, bounds, strict=False)]
         text = self.body(s, inner) if last is None else self.step(s, inner, *bounds[-1], lanes)
-        lines += ["  " * k + x for k, head in enumerate(heads) for x in (*whole(s, within or k > 0), head)]
+        lines += ["  " * k + x for k, head in enumerate(heads) for x in (*stays_a_loop(s, within or k > 0), head)]
         lines += ["  " * len(heads) + x for x in text]
         return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
 

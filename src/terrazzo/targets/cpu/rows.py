@@ -123,7 +123,7 @@ def vectorises(body: Sequence[n.Statement]) -> bool:
     return not any(isinstance(e, Loaded) and e.value in lets for x in lets for e in _index_nodes(x))
 
 
-def whole(s: n.Loop, within: bool) -> list[str]:
+def stays_a_loop(s: n.Loop, within: bool) -> list[str]:
     """What stands before a loop of a sum that runs `within` others of it, where terms are chosen by a condition. GCC 11
     and 12 vectorise a loop whose short inner loop they wrote out, in order, and lose some of the terms that have a
     condition: short loops stay loops.

@@ -62,8 +62,7 @@ def fuse(
     """`program` with the fusions that pay. `materialize` names buffers to keep; `show` adds texts to the events. What a
     kernel `renews`, the merged ones renew, too.
     """
-    work = _Fusion(program, log, rates, frozenset(materialize), show, decide)
-    work.renews = renews
+    work = _Fusion(program, log, rates, frozenset(materialize), show, decide, renews)
     work.views()
     work.inlines(work.summed)  # products go into their sums first, so that what they read meets a contraction
     work.operands()
@@ -83,16 +82,17 @@ def seen_through(program: l.Program, log: Log, rates: Rates, materialize: Iterab
 
 class _Fusion:
     def __init__(
-        self, program: l.Program, log: Log, rates: Rates, pinned: frozenset[str], show: Any, decide: Any
+        self,
+        program: l.Program,
+        log: Log,
+        rates: Rates,
+        pinned: frozenset[str],
+        show: Any,
+        decide: Any,
+        renews: Callable[[l.Kernel], Collection[Any]] = lambda _: (),
     ) -> None:
-        self.source, self.log, self.rates, self.pinned, self.show, self.decide = (
-            program,
-            log,
-            rates,
-            pinned,
-            show,
-            decide,
-        )
+        self.source, self.log, self.rates, self.pinned = program, log, rates, pinned
+        self.show, self.decide, self.renews = show, decide, renews
         self.instance = instances(s for s in program.steps if isinstance(s, l.Kernel))
         self.kernels = {i: self.instance(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
@@ -102,7 +102,6 @@ class _Fusion:
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
         self.apart: set[tuple[Instance, Instance]] = set()
-        self.renews: Callable[[l.Kernel], Collection[Any]] = lambda _: ()
         self.stored: dict[l.Buffer, int] = {}  # what is not inlined, and how many kernels read it when that was found
         self.readers: dict[l.Buffer, set[int]] = {}
         self.callers: dict[l.Buffer, list[int]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.in_place import pairs, taken_over
+from terrazzo.ir.in_place import NOTHING_GIVEN, Given, pairs, taken_over
 from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 
@@ -28,9 +28,6 @@ LARGEST = 16
 
 Steps = Sequence[l.Kernel | l.Call]
 Among = Mapping[l.Buffer, Sequence[l.Buffer]]
-Given = Mapping[l.Buffer, l.Buffer]
-"""New values of inputs that may lie where these do (`in_place.updates`)."""
-NOTHING_GIVEN: Given = {}
 
 
 def in_order(program: l.Program, log: Log, pass_name: str, in_place: bool = True) -> l.Program:
@@ -217,19 +214,19 @@ def _around(program: l.Program, needs: Sequence[set[int]], order: Sequence[int],
     alive = [b for b, i in first.items() if place[i] <= peak and (place[last[b]] > peak or b in program.results)]
     alive += [b for b, i in last.items() if i == at and b in first]
     for b in sorted(dict.fromkeys(alive), key=lambda b: -b.type.span)[:LARGEST]:
-        later = _with(first[b], readers, lambda i: place[i] <= peak)
+        later = followed(first[b], readers, lambda i: place[i] <= peak)
         if at not in later:
             yield [
                 *(i for i in order[: peak + 1] if i not in later),
                 *sorted(later, key=place.__getitem__),
                 *order[peak + 1 :],
             ]
-        sooner = _with(last[b], needs, lambda i: place[i] >= peak) if place[last[b]] > peak else {at}
+        sooner = followed(last[b], needs, lambda i: place[i] >= peak) if place[last[b]] > peak else {at}
         if at not in sooner:
             yield [*order[:peak], *sorted(sooner, key=place.__getitem__), *(i for i in order[peak:] if i not in sooner)]
 
 
-def _with(step: int, others: Sequence[Iterable[int]], asked: Callable[[int], bool]) -> set[int]:
+def followed(step: int, others: Sequence[Iterable[int]], asked: Callable[[int], bool] = lambda _: True) -> set[int]:
     """A step and those that follow from it, one by one, as far as they are `asked` for."""
     found, front = {step}, [step]
     while front:

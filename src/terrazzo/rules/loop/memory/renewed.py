@@ -7,7 +7,7 @@ there already.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least
-from terrazzo.ir.in_place import lies_over, taken_over, updates
+from terrazzo.ir.in_place import Given, lies_over, taken_over, updates
 from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.ranges import stays
 from terrazzo.ir.types import i64
@@ -24,11 +24,9 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.folding.fold import COMPARED, folded, negated, place
 from terrazzo.rules.loop.folding.one_of_two import all_of, one_place
 from terrazzo.rules.loop.fusion.inline import inline, unproved
-from terrazzo.rules.loop.memory.lifetimes import needs_of
+from terrazzo.rules.loop.memory.lifetimes import followed, needs_of
 
 PASS = "renew"
-Given = Mapping[l.Buffer, l.Buffer]
-"""New values of inputs, with these."""
 
 
 def renew(program: l.Program, updated: Sequence[str], log: Log, products: bool = True) -> l.Program:
@@ -153,7 +151,7 @@ def _old_read_first(program: l.Program, wanted: Given, log: Log) -> l.Program:
     for b, old in wanted.items():
         w = writer[b]
         for r in (n for n in range(w + 1, len(steps)) if old in steps[n].reads):
-            if w not in _behind(r, needs):
+            if w not in followed(r, needs):
                 needs[w].add(r)
     order: dict[int, None] = {}
     for n in range(len(steps)):
@@ -162,16 +160,6 @@ def _old_read_first(program: l.Program, wanted: Given, log: Log) -> l.Program:
         return program
     log.add(Event(PASS, "old_read_first", program.name, True, "what reads an old value comes before the new one"))
     return l.Program(program.name, program.inputs, tuple(steps[n] for n in order), program.results)
-
-
-def _behind(step: int, needs: Sequence[Collection[int]]) -> set[int]:
-    """All steps that one needs, and it."""
-    found, todo = {step}, [step]
-    while todo:
-        new = set(needs[todo.pop()]) - found
-        found |= new
-        todo += new
-    return found
 
 
 def _put(step: int, needs: Sequence[Collection[int]], order: dict[int, None]) -> None:

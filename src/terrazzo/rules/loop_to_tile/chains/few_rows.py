@@ -17,9 +17,9 @@ from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
-from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.fusion.inline import guarded, rewrite_loads, select
 from terrazzo.rules.loop_to_tile.chains.chain import chain, nested
+from terrazzo.rules.loop_to_tile.reductions.split import axis_of_pieces
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile.frames import Framed, at, reductions, weight
 
@@ -239,7 +239,7 @@ class _Split:
     def kernels(self) -> tuple[l.Kernel, l.Kernel]:
         """That of states, that of results."""
         states = self.states()
-        part = Var(unused("s", {a.name for a in self.kernel.axes}), self.count)
+        part = axis_of_pieces(self.kernel, self.count)
         stores: list[l.Store] = []
         loads: dict[Node, l.Load] = {}
         again = Var(l.fresh_name(), self.count)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
@@ -12,7 +13,7 @@ from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
-from terrazzo.rules.loop_to_tile.estimate import BOXED, expected, work
+from terrazzo.rules.loop_to_tile.estimate import BOXED, Way, expected, work
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
@@ -108,25 +109,10 @@ def _in_parts(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most:
 
 
 def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
-    """What a product takes on warpgroups; or why it does not run there."""
-    tapped, refused = _tapped(kernel, gpu, lost, most)
+    """What a product takes on warpgroups, as it is or with one for each tap; or why it does not run there."""
+    tapped, refused = _built((way.whole(gpu) for way in taps.ways(kernel, gpu)), gpu, lost, most, "")
     whole, why = _as_one(kernel, gpu, lost, min(most, tapped))
     return (tapped, "") if tapped < whole else (whole, why or refused)
-
-
-def _tapped(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
-    """What a sum over points takes with a product for each tap, where a kernel can be derived that was not lost; or
-    why there is none.
-    """
-    why = ""
-    for way in taps.ways(kernel, gpu):
-        if way.time >= most:
-            break
-        made = derived(way.kernels[0], warpgroups.schedule(way.product, way.plan, gpu), gpu)
-        why = made.reason if isinstance(made, Refused) else lost(made)
-        if not why:
-            return way.time, ""
-    return math.inf, why
 
 
 def _as_one(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
@@ -135,40 +121,32 @@ def _as_one(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: f
     if not forms:
         image, why = boxes.moved(kernel)
         if image is not None:
-            return _boxed(image, gpu, lost, most)
+            plans = boxes.plans(image, gpu)
+            boxed = ((BOXED * x.time, image.kernel, partial(boxes.schedule, image, x, gpu)) for x in plans)
+            return _built(boxed, gpu, lost, most, "no box of it is filled by half")
         p = product(kernel)
         return math.inf, why or (warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel))
-    return _built(forms, gpu, lost, most)
+    return _built(_in_tiles(forms, gpu), gpu, lost, most, "no tile of it is filled by half")
 
 
-def _boxed(image: boxes.Moved, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
-    """What the best of a product's boxes takes where a kernel can be derived that was not lost; or why there is
-    none.
-    """
-    why = "no box of it is filled by half"
-    for plan in boxes.plans(image, gpu):
-        if BOXED * plan.time >= most:
-            return BOXED * plan.time, ""
-        made = derived(image.kernel, boxes.schedule(image, plan, gpu), gpu)
-        why = made.reason if isinstance(made, Refused) else lost(made)
-        if not why:
-            return BOXED * plan.time, ""
-    return math.inf, why
-
-
-def _built(forms: Sequence[Product], gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
-    """What the best plan on warpgroups takes, in one piece or in several, where a kernel can be derived that was not
-    lost; or why there is none.
-    """
-    why = "no tile of it is filled by half"
+def _in_tiles(forms: Sequence[Product], gpu: Gpu) -> Iterator[Way]:
+    """The plans of products in one piece, best first. Those in several, which can be built if it can, count as its."""
     for p in forms:
         plans = warpgroups.plans(p, gpu)
         for plan in [x for x in plans if x.pieces == 1][: tiles.MOST]:
             time = min(x.time for x in plans if x is plan or x.pieces > 1)
-            if time >= most:
-                return time, ""
-            made = derived(p.kernel, warpgroups.schedule(p, plan, gpu), gpu)
-            why = made.reason if isinstance(made, Refused) else lost(made)
-            if not why:
-                return time, ""
+            yield time, p.kernel, partial(warpgroups.schedule, p, plan, gpu)
+
+
+def _built(ways: Iterable[Way], gpu: Gpu, lost: Callable[[k.Kernel], str], most: float, why: str) -> tuple[float, str]:
+    """What the first way takes whose kernel can be derived and was not lost, or that takes `most` nanoseconds or more;
+    or why there is none.
+    """
+    for time, form, chosen in ways:
+        if time >= most:
+            return time, ""
+        made = derived(form, chosen(), gpu)
+        why = made.reason if isinstance(made, Refused) else lost(made)
+        if not why:
+            return time, ""
     return math.inf, why

@@ -6,9 +6,9 @@ takes channels at one point of many images, so that no window lies within a step
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -16,6 +16,7 @@ from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute
+from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.packed import channels_beside, dimension
@@ -34,14 +35,14 @@ MOST = 4
 @dataclass(frozen=True)
 class Taps:
     """Of such a sum: the axes of results, the last two of which are channels of either factor, and the numbers of the
-    axes of its steps, the last of which a step takes many of, and the one before it is the longest. The last one is to
-    be `cut` into runs of so many first, if any.
+    axes of its steps, the last of which a step takes many of, and the one before it is the longest. Of the kernel, an
+    axis of steps is two, where a step takes a run of it.
     """
 
+    kernel: l.Kernel
     axes: tuple[Any, ...]
     steps: tuple[int, ...]
     longest: int
-    cut: int
 
 
 def found(kernel: l.Kernel) -> Taps | None:
@@ -72,8 +73,10 @@ def found(kernel: l.Kernel) -> Taps | None:
     if math.prod(a.extent for a in others) > math.prod(a.extent for a in rest):  # as of a convolution: these are points
         return None
     number = {a: k for k, a in enumerate(p.axes)}
-    cut = runs[depth] if runs[depth] < STEP and depth.extent % runs[depth] == 0 < depth.extent - runs[depth] else 0
-    return Taps((*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent, cut)
+    run = runs[depth]
+    if run < min(STEP, depth.extent) and depth.extent % run == 0:
+        return found(_cut(kernel, number[depth], run))
+    return Taps(kernel, (*others, *channels), (*(number[a] for a in rest), number[depth]), rest[-1].extent)
 
 
 def _run(loads: Sequence[l.Load], axis: Any) -> int:
@@ -124,12 +127,10 @@ def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
     taps = found(kernel)
     if taps is None:
         return (kernel,)
-    if taps.cut:
-        return taps_apart(_cut(kernel, taps.steps[-1], taps.cut), pieces)
     if pieces == 1:
-        return (_ordered(kernel, taps.axes, taps.steps),)
+        return (_ordered(taps.kernel, taps.axes, taps.steps),)
     *others, longest, depth = taps.steps
-    whole = _ordered(kernel, taps.axes, (*others, depth, longest))
+    whole = _ordered(taps.kernel, taps.axes, (*others, depth, longest))
     part, rest = split(whole, [_sum(whole)], pieces)
     last = len(taps.steps) - 1
     return _ordered(part, part.axes, (*range(last - 1), last, last - 1)), rest
@@ -173,15 +174,18 @@ class Way:
     pieces: int
     time: float
 
+    def whole(self, gpu: Gpu) -> tuple[float, l.Kernel, Callable[[], Schedule]]:
+        """What all of it takes, and the kernel that must be derived for that, with its schedule."""
+        return self.time, self.kernels[0], partial(warpgroups.schedule, self.product, self.plan, gpu)
 
-def _pieces(kernel: l.Kernel, taps: Taps, gpu: Gpu) -> list[int]:
+
+def _pieces(taps: Taps, gpu: Gpu) -> list[int]:
     """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill a quarter of a
     machine at least, and those of eight times as much fill it twice at most.
     """
     *others, m, n = taps.axes
     blocks = math.prod(a.extent for a in others) * ceil(m.extent, ROWS) * ceil(n.extent, ROWS)
     few, many = (x * gpu.processors / blocks for x in (1 / 4, 2 * 8))
-    # the longest axis is as long before the last one is cut, and a run is shorter
     return [1, *(n for n in range(2, taps.longest + 1) if taps.longest % n == 0 and few <= n <= many)]
 
 
@@ -195,7 +199,7 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
         return ()
     before = sum(boxes.copying(x, gpu) for x in copies)
     every: list[Way] = []
-    for pieces in _pieces(form, taps, gpu):
+    for pieces in _pieces(taps, gpu):
         kernels = taps_apart(form, pieces)
         p = product(kernels[0])
         if p is None or warpgroups.instructions_for(p, gpu)[1]:

@@ -60,7 +60,7 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         return (z,)
     """
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
-    part = Var(unused("s", {a.name for a in kernel.axes}), pieces)
+    part = axis_of_pieces(kernel, pieces)
     stores: list[l.Store] = []
     whole: dict[Node, Node] = {}
     for number, r in enumerate(reduces):
@@ -87,6 +87,11 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         kernel.name, kernel.axes, tuple(transform(s, lambda x: x, dict(whole)) for s in kernel.stores), kernel.source
     )
     return first, second
+
+
+def axis_of_pieces(kernel: l.Kernel, pieces: int) -> Var:
+    """An axis that none of a kernel's is: equal names and extents make one."""
+    return Var(unused("s", {a.name for a in kernel.axes}), pieces)
 
 
 def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedule, l.Kernel] | None:
@@ -238,7 +243,7 @@ def split_moments(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kerne
     step = -(-length // (pieces * unit)) * unit
     if (last := length - (pieces - 1) * step) <= 0:
         return None
-    part, dtype = Var(unused("s", {a.name for a in kernel.axes}), pieces), total.dtype
+    part, dtype = axis_of_pieces(kernel, pieces), total.dtype
 
     def size(piece: Var) -> Any:
         """How many elements a piece has."""
