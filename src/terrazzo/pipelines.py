@@ -20,7 +20,7 @@ from terrazzo.ir.canonical import canonical, once_per_form, twin
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.parse_plan import parse_pinned
 from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Input, Program
@@ -48,6 +48,7 @@ from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.channels import channels_last
+from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
 from terrazzo.rules.loop.layout.phases import phases_apart
@@ -262,7 +263,7 @@ PASSES = (
     Pass("lookups", "loop", "loop", "operands of products that data says where to look up are stored first",
          lambda p, log, o, tried: store_lookups(p, log, target(o.target).rates) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
-         lambda p, log, o, tried: _images(store_as_read(narrow(p, log), log), log, o)),
+         lambda p, log, o, tried: _images(store_as_read(dimensions_of_products(narrow(p, log), log), log), log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",
          lambda p, log, o, tried: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
@@ -331,7 +332,9 @@ def _alone(name: str, fp32: str, op: Aten) -> float:
     called after all. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
-    program = Program("torch", "alone", inputs, (op,), {op: "result"})
+    several = op.result if isinstance(op.result, tuple) else None
+    results = (op,) if several is None else tuple(Get(op, k) for k, kind in enumerate(several) if kind is not None)
+    program = Program("torch", "alone", inputs, results, {x: f"result{k}" for k, x in enumerate(results)})
     options = Options(target=name, libraries="never", fp32=fp32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     steps = stages(program, options, Log(), upper)[-1][1].steps

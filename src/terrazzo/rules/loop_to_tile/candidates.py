@@ -73,6 +73,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from by_taps(kernel, p, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
         yield from after_stores(kernel, p, gpu, pinned)
+        yield from by_taps(kernel, p, gpu, pinned, later=True)
         yield from in_tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
     if reductions.held(rows.flattened(flat), gpu) is None:
@@ -203,7 +204,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
     if len(apart) == 1:
         return
-    if sum(_expected(x, gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
+    if sum(_expected(x, gpu) for x in apart) + reading < expected([kernel], gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 

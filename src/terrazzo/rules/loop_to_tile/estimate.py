@@ -89,13 +89,19 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     elif (found := windows.window(kernel, gpu)) is not None:
         time = found.time
     else:
-        computed = max(operations, _in_double(kernel)) / gpu.fma
-        busy = max(moved / gpu.memory, computed, _loaded(kernel) / gpu.cache, scans.price(kernel, gpu))
-        time = busy + gpu.launch
+        time = by_threads(kernel, gpu)
     on_tensor_cores = both is not None or (plan is not None and plan.instruction)
     arithmetic = operations / (tensor if on_tensor_cores else fma)
     traffic = moved / memory
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
+
+
+def by_threads(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of a kernel whose threads load and compute what each of them needs, without tiles."""
+    operations, touched = work(kernel)
+    moved = sum(count * b.type.dtype.size for b, count in touched.items())
+    computed = max(operations, _in_double(kernel)) / gpu.fma
+    return max(moved / gpu.memory, computed, _loaded(kernel) / gpu.cache, scans.price(kernel, gpu)) + gpu.launch
 
 
 def _visited(kernel: l.Kernel, found: Chain) -> float:
@@ -124,7 +130,10 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 
 @lru_cache(maxsize=1024)
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
-    return _reduced(kernel, gpu) or _tiled(kernel, gpu) or estimate(kernel, gpu).time
+    found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
+    if found is None:  # of a product, no tile can be derived
+        found = estimate(kernel, gpu).time if product(kernel) is None else by_threads(kernel, gpu)
+    return found
 
 
 def _reduced(kernel: l.Kernel, gpu: Gpu) -> float | None:

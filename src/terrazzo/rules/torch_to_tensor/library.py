@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type, dense, f32
+from terrazzo.ir.types import Type, dense, f32, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
 
@@ -73,7 +73,7 @@ class Libraries:
             theirs += gpu.launch + 2 * size / gpu.memory
         ours, exact = beside(alone, gpu)
         if not exact and not slower(ours, theirs):
-            ours, exact = self.ours(alone), True
+            ours, exact = self.ours(_channels_last(node, given) if gpu.warpgroups else alone), True
         if math.isinf(ours):
             return None
         options = {OURS: f"by the model{'' if exact else ' at least'}", LIBRARY: node.name}
@@ -120,6 +120,20 @@ class Libraries:
         if same or isinstance(node, Input):
             return lowered
         return moved(lowered, wanted.element_strides)  # type: ignore[arg-type]
+
+
+def _channels_last(op: Aten, given: Mapping[Node, Input]) -> Aten:
+    """A convolution of such inputs, or a gradient of one, as our kernels find its images, where these are computed in
+    16 bits: with channels last, whatever eager mode gives it. Other ops as they are.
+    """
+    images = () if op.name not in (FORWARD, BACKWARD) else op.args[: 2 if op.name == BACKWARD else 1]
+    found = dict(given)
+    for x in images:
+        kind = given[x].type
+        if isinstance(x, Aten | Get) and kind.rank > 2 and kind.dtype.is_float and kind.dtype.size == 2:
+            order = (0, *range(2, kind.rank), 1)
+            found[x] = Input(given[x].name, Type(kind.dtype, kind.shape, ordered_strides(kind.static_shape, order)))
+    return op.with_children([found[x] for x in op.children])  # type: ignore[no-any-return]
 
 
 def slower(ours: float, theirs: float) -> bool:

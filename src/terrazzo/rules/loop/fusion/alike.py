@@ -1,4 +1,6 @@
-"""Kernels that might be one, by their axes: these are as long, and memory runs along them alike."""
+"""Kernels that might be one, by their axes: these are as long, memory runs along them alike, and tiles of what both
+multiply would be small ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import math
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import sites
 
@@ -46,6 +50,22 @@ def _ways(kernel: l.Kernel, shared: set[Any]) -> set[bool]:
             at = flatten(x.index, x.buffer.type.element_strides)
             found |= {a in shared for a in x.free if coefficient(at, a) == 1}
     return found
+
+
+def multiplied_under_windows(kernel: l.Kernel) -> int:
+    """How many sums of products a kernel has of which a factor lies under a window that moves with the results, each
+    factor with rows or columns of its own. A step brings in one window, so tiles have one such sum.
+    """
+    found = (contraction(r) for r in kernel.carried if isinstance(r, l.Reduce))
+    return sum(c is not None and _under_window(c, {*kernel.axes}) for c in found)
+
+
+def _under_window(c: Contraction, axes: set[Any]) -> bool:
+    first, second = (x.free & axes for x in c.factors)
+    if first <= second or second <= first:
+        return False
+    places = [e.free for x in c.operands if isinstance(x, l.Load) for e in x.index if isinstance(e, Expr)]
+    return any(free & axes and free & {*c.reduce.axes} for free in places)
 
 
 LARGE = 1 << 20

@@ -21,7 +21,7 @@ from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fusion.across import rows_first
-from terrazzo.rules.loop.fusion.alike import alike, crossed
+from terrazzo.rules.loop.fusion.alike import alike, crossed, multiplied_under_windows
 from terrazzo.rules.loop.fusion.fused import (
     LARGEST,
     is_view,
@@ -360,8 +360,10 @@ class _Fusion:
 
     def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:
         """Whether matrix instructions compute products of both, of which no operand of one is an operand of the other:
-        a tile would have twice the sums, so be half as large, and read no less.
+        a tile would have twice the sums, so be half as large, and read no less. Or of which one lies under a window.
         """
+        if self.rates.matrix and multiplied_under_windows(merged) > multiplied_under_windows(first) > 0:
+            return True
         sides: tuple[set[Any], set[Any]] = set(), set()
         for s in merged.stores:
             found = [x for x in topological([s]) if isinstance(x, l.Reduce) and on_matrix(x, self.rates)]
@@ -388,6 +390,8 @@ class _Fusion:
         before = self._products([*kernels, *(self.kernels[j] for j in readers)])[0]
         if self._products(kernels)[0] and self._products(found)[0] > before:
             return f"{name} is a product, which would be computed more than once"
+        if self.rates.matrix and any(multiplied_under_windows(k.form) > 1 for k in found):
+            return f"{name} is a product under a window, as is what is computed with it"
         return found
 
     def _into(self, *kernels: l.Kernel) -> l.Kernel:

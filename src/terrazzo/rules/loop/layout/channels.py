@@ -77,8 +77,10 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     if not any(_image(b.type) and _last(b, {}) is not None for b in program.inputs):
         fixed |= results  # PyTorch's are as they always are, and would be copied from these
     for kernel, real in alike:
-        for s in kernel.stores:
-            b = real[s.buffer]
+        stored = [real[s.buffer] for s in kernel.stores]
+        if any(b in fixed and _image(b.type) and _last(b, {}) is None for b in stored):
+            continue  # what one kernel stores lies alike
+        for s, b in zip(kernel.stores, stored, strict=True):
             if b not in fixed:
                 lies = {x: d for x, y in real.items() if (d := _last(y, last)) is not None}
                 if (d := _as_read(kernel, s, lies, b not in results)) is not None:
@@ -112,12 +114,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
 
 
 def _image(kind: Type, rank: int = IMAGE) -> bool:
-    return (
-        kind.rank >= rank
-        and kind.dtype.is_float
-        and kind.dtype.size == 2
-        and all(isinstance(e, int) for e in kind.shape)
-    )
+    return kind.rank >= rank and kind.dtype.is_float and all(isinstance(e, int) for e in kind.shape)
 
 
 def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
@@ -158,7 +155,7 @@ def _images(p: Product | None) -> Iterator[l.Load]:
         for f, g in (c.factors, c.factors[::-1]):
             own = [a for a in p.kernel.axes if a in f.free and a not in g.free]  # type: ignore[union-attr]
             x = operand(f)
-            if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type):
+            if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type) and x.dtype.size == 2:
                 yield x
 
 

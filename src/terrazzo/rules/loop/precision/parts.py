@@ -18,6 +18,7 @@ from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.precision.factors import (
+    along_channels,
     along_sums,
     is_rearranged,
     is_window,
@@ -161,12 +162,14 @@ def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
 @dataclass(frozen=True)
 class _Way:
     """How the parts of a product's factors are made: those of operands that are `inside` on their way; two of each row,
-    `scaled`; and those of buffers that lie along another dimension than the buffer does, with that `inner` one.
+    `scaled`; and those of buffers that lie along another dimension than the buffer does, with that `inner` one. A last
+    `resort` is there for products that have no other way.
     """
 
     inside: frozenset[Node] = frozenset()
     scaled: bool = False
     inner: Mapping[l.Buffer, int] = field(default_factory=dict)
+    resort: bool = False
 
 
 class _Parts:
@@ -227,7 +230,7 @@ class _Parts:
         best: tuple[tuple[float, float], _Way] | None = None
         first = ""
         for way in self.ways(kernel):
-            if way.inner and best is not None:  # what may stay as it lies does
+            if way.resort and best is not None:
                 break
             self.way = way
             old, new = self.put(kernel, products)
@@ -259,8 +262,10 @@ class _Parts:
         yield from (_Way(inside=side) for side in sides(kernel))
         if self.count == EVERY_DIGIT and not why_not(product(kernel)):
             yield _Way(scaled=True)
-        if inner := along_sums(kernel):
+        if inner := along_channels(kernel):
             yield _Way(inner=inner)
+        if inner := along_sums(kernel):
+            yield _Way(inner=inner, resort=True)  # what may stay as it lies does
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
         """Put products of parts in a kernel's place: what is there no longer, and what is instead."""

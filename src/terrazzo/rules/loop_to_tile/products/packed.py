@@ -288,11 +288,23 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                         z[a0, a1, a2] = acc0
         return (z,)
     """
-    p = product(kernel)
-    if p is None or len(p.sites) != 1:
-        return (kernel,)
     copies: dict[l.Buffer, l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
+    for x, last in across_channels(kernel).items():
+        if x.buffer not in copies:
+            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
+        taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
+    return _reading(kernel, copies.values(), taken)
+
+
+def across_channels(kernel: l.Kernel) -> dict[l.Load, int]:
+    """What a sum of products reads that is contiguous along no axis of its own factor alone, each with the dimension of
+    the longest of these.
+    """
+    p = product(kernel)
+    if p is None or len(p.sites) != 1:
+        return {}
+    found: dict[l.Load, int] = {}
     first, second = p.factors(p.sites[0])
     for mine, other in ((first, second), (second, first)):
         own = [a for a in kernel.axes if a in mine.free - other.free]
@@ -304,10 +316,8 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         for x in loads if whole else ():
             last = dimension(x, max(whole, key=size_of))
             assert last is not None
-            if x.buffer not in copies:
-                copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
-            taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
-    return _reading(kernel, copies.values(), taken)
+            found[x] = last
+    return found
 
 
 def _wide(x: l.Load, axis: Any) -> bool:

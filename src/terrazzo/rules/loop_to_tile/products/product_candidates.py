@@ -41,17 +41,22 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
             yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
 
 
-def by_taps(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+def by_taps(
+    kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], later: bool = False
+) -> Iterator[Candidate]:
     """A sum over points under taps with a product for each tap, where the model says that it is faster than boxes and
-    other tiles, those after stored operands among them.
+    other tiles, those after stored operands among them. Or, `later`, where it is faster than tiles by themselves: boxes
+    and stored operands that the model preferred could not be derived.
     """
     if not (ways := taps.ways(kernel, gpu)):
         return
-    others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu), boxed(kernel, p, gpu))
+    sooner = min(after(kernel, p, gpu), boxed(kernel, p, gpu))
+    tiled_time = best(merged(kernel, p, gpu).kernel, gpu)
+    others = tiled_time if later else min(tiled_time, sooner)
     why = "boxes are brought in along channels, and memory runs otherwise"
     first, _ = copied(ways[0].turned[:-1], why, gpu, pinned)
     for way in ways:
-        if way.time < others:
+        if way.time < others and not (later and way.time < sooner):
             rest = (added_up(x, gpu) for x in way.kernels[1:])
             done = joined((first, Candidate((tiled(way.product, way.plan, gpu),)), *rest))
             yield done.after(("channels_beside", kernel, way.turned), ("taps_apart", way.turned[-1], way.kernels))
@@ -162,7 +167,8 @@ def best(kernel: l.Kernel, gpu: Gpu) -> float:
     if (p := product(kernel)) is None:
         return math.inf
     for plan in tiles.plans(p, gpu):
-        if plan.pieces > 1 or not isinstance(complete(kernel, tiles.schedule(p, plan, gpu), gpu)[0], Refused):
+        done = next(_planned(p, plan, gpu, {}), None)
+        if done and not any(isinstance(complete(x, s, gpu)[0], Refused) for x, s, *_ in done.kernels):
             return plan.time
     return math.inf
 
