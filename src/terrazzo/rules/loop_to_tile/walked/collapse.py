@@ -318,12 +318,16 @@ SHORT = 16
 
 
 def _in_place(r: l.Reduce) -> bool:
-    """Whether a sum of products is short, or reads where a reduced axis and a free one meet in one dimension."""
+    """Whether a sum of products is short, or one of few taps: it reads where a reduced axis and a free one meet in one
+    dimension, and as many free points do as reduced ones. Sums over points under taps are long, and threads share them.
+    """
     if math.prod(a.extent for a in r.axes) <= SHORT:
         return True
     axes, args = l.open_binder(r)
     every = [i.free for x in topological(args) if isinstance(x, l.Load) for i in x.index if isinstance(i, Expr)]
-    return any(free & set(axes) and free - set(axes) for free in every)
+    met = frozenset().union(*(free for free in every if free & set(axes) and free - set(axes)))
+    taps, points = (math.prod(a.extent for a in some) for some in (met & set(axes), met - set(axes)))
+    return bool(met) and taps <= points
 
 
 def flat_products(kernel: l.Kernel) -> l.Kernel:
