@@ -17,7 +17,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import product
+from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
@@ -148,16 +148,10 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     """What a product takes in the best tiles. Those of warpgroups count if the best of them can be derived."""
     if (p := product(kernel)) is None:
         return None
-    p = product(merged(kernel, p, gpu).kernel) or p
-    plans = tiles.plans(p, gpu)
-    whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
-    whole_derives = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
-    found = []
-    for plan in plans:
-        if isinstance(plan, warpgroups.Plan):
-            found += [plan.time] if whole_derives else []
-        else:
-            found.append(plan.time)
+    as_it_is, p = p, product(merged(kernel, p, gpu).kernel) or p
+    found = _in_tiles(p, gpu)
+    if not found and p is not as_it_is:
+        found = _in_tiles(as_it_is, gpu)
     if multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
     least = min(found, default=math.inf)
@@ -168,6 +162,13 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
         if _derives(form, chosen(), gpu):
             return time
     return least if least < math.inf else None
+
+
+def _in_tiles(p: Product, gpu: Gpu) -> list[float]:
+    """What a product takes in each of its tiles, those of warpgroups where the best of them can be derived."""
+    whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
+    derives = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
+    return [x.time for x in tiles.plans(p, gpu) if derives or not isinstance(x, warpgroups.Plan)]
 
 
 Way = tuple[float, l.Kernel, Callable[[], Schedule]]

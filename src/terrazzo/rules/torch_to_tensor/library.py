@@ -40,11 +40,13 @@ class Libraries:
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
         found: set[Node] = set()
         for node in nodes:
-            if why := self._unpriced(node):
-                log.add(Event(PASS, "library", program.names.get(node, node.name), True, f"{node.name}: {why}"))
-                found.add(node)
+            if self.gpu is None:
+                if _on_a_processor(node) and is_called(node):
+                    why = f"{node.name}: {LIBRARY}'s is faster on a processor"
+                    log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
+                    found.add(node)
                 continue
-            if self.gpu is None or (choice := self._choice(node, node in read, self.gpu)) is None:
+            if (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
             ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
             better = slower(ours, theirs)
@@ -54,12 +56,6 @@ class Libraries:
             if better:
                 found.add(node)
         return found
-
-    def _unpriced(self, node: Aten) -> str:
-        """Why an op is called whatever the model says; nothing where that decides."""
-        if self.gpu is None:
-            return f"{LIBRARY}'s is faster on a processor" if _on_a_processor(node) and is_called(node) else ""
-        return "ours are not known to be faster in whole programs" if node.name == BACKWARD else ""
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
