@@ -5,7 +5,7 @@ points lie under it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,6 +42,16 @@ class Move:
         for v, _, c in self.loops:
             total = total + v * c
         return total
+
+
+def meeting(loads: Iterable[l.Load], axes: Collection[Any], steps: Collection[Any]) -> tuple[int, int]:
+    """How many points there are of axes, and of steps, that meet in a dimension: windows over the points of an image
+    have fewer steps, and a sum over its points under the taps of a filter has more; (1, 1) where none meet.
+    """
+    places = [e.free for x in loads for e in x.index if isinstance(e, Expr)]
+    met: frozenset[Any] = frozenset().union(*(free for free in places if free & {*axes} and free & {*steps}))
+    points, summed = (math.prod(a.extent for a in met & {*some}) for some in (axes, steps))
+    return points, summed
 
 
 def moves(indices: Sequence[IntExpr], loops: Sequence[tuple[Any, int]]) -> tuple[Move, ...] | None:

@@ -17,6 +17,7 @@ from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.instances import Asked, Instance, instances
 from terrazzo.ir.node import topological
+from terrazzo.ir.sites import no_product, product
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
@@ -307,6 +308,10 @@ class _Fusion:
         if not reads_it and self.multiply_apart(merged, first):
             self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
             return False
+        if not reads_it and self.rates.matrix and self._multiplied_no_more(merged, first, second):
+            why = f"a product would be none: {no_product(merged.form)}"
+            self._skip("merge", f"{first.name} with {second.name}", why)
+            return False
         if not {*self.renews(first.kernel), *self.renews(second.kernel)} <= {*self.renews(merged.kernel)}:
             why = "one stores the new value of an input where that lies, and both could not"
             self._skip("merge", f"{first.name} with {second.name}", why)
@@ -370,6 +375,10 @@ class _Fusion:
             factors = (x for r in found for x in contraction(r).operands)  # type: ignore[union-attr]
             sides[s.buffer in first.writes].update(factors)
         return all(sides) and not sides[0] & sides[1]
+
+    def _multiplied_no_more(self, merged: Instance, *kernels: Instance) -> bool:
+        """Whether one of some kernels is a product and the merged one is none."""
+        return product(merged.form) is None and any(product(x.form) is not None for x in kernels)
 
     def _inlined(self, kernels: list[Instance], readers: list[int]) -> list[Instance] | str:
         found = []

@@ -10,13 +10,14 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.canonical import many_alike
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.instances import Instance, buffers_of
 from terrazzo.ir.node import topological, transform
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.moves import slides
+from terrazzo.rules.moves import meeting, slides
 
 FILTER = 8
 """How many times smaller than an image that is stored what is read for it is at least that is none: a filter."""
@@ -114,7 +115,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
 
 
 def _image(kind: Type, rank: int = IMAGE) -> bool:
-    return kind.rank >= rank and kind.dtype.is_float and all(isinstance(e, int) for e in kind.shape)
+    return kind.rank >= rank and kind.dtype.kind != "complex" and all(isinstance(e, int) for e in kind.shape)
 
 
 def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
@@ -150,10 +151,17 @@ def _moved(kind: Type, last: int) -> Type:
 
 
 def _images(p: Product | None) -> Iterator[l.Load]:
-    """The image of a sum of products: the factor that knows several axes of its own."""
-    for c in p.sites if p else ():
+    """The image of a sum of products: the factor that knows several axes of its own. Sums over the points of an image
+    have none, since they read those of others.
+    """
+    if p is None:
+        return
+    for c in p.sites:
+        results, summed = meeting((x for x in c.operands if isinstance(x, l.Load)), p.kernel.axes, p.axes)
+        if results < summed:
+            continue
         for f, g in (c.factors, c.factors[::-1]):
-            own = [a for a in p.kernel.axes if a in f.free and a not in g.free]  # type: ignore[union-attr]
+            own = [a for a in p.kernel.axes if a in f.free and a not in g.free]
             x = operand(f)
             if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type) and x.dtype.size == 2:
                 yield x
@@ -176,17 +184,26 @@ def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool
     p = product(kernel)
     if p is not None:
         summed = [(x, d) for x in _images(p) if (d := _dimension(x, kernel)) is not None]
-        along = any(lies.get(x.buffer) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
-        return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
+        if len(columns) != 1 or columns[0] not in s.index:
+            return None
+        own = s.index.index(columns[0])
+        along = any(lies.get(x.buffer) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
+        few = bool(summed) and ours and _wide(s.buffer.type, own)  # channels are read, which are copied anyway
+        return own if along or few else None
     size = math.prod(s.buffer.type.static_shape)
     rows = any(isinstance(x, l.Reduce) and slides(x) for x in topological([s.value]))  # a window lies as its image
     loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type, 2 if rows else IMAGE)]
     loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
     found = {x: x.buffer.type.rank - 1 if (d := lies.get(x.buffer)) is None and rows else d for x in loads}
-    channels = {x.index[d] if d is not None else None for x, d in found.items()}
+    channels = {_moved_along(x.index[d], kernel) if d is not None else None for x, d in found.items()}
     axis = channels.pop() if len(channels) == 1 else None
-    return s.index.index(axis) if axis in kernel.axes and axis in s.index else None
+    return s.index.index(axis) if axis is not None and axis in s.index else None
+
+
+def _moved_along(e: IntExpr, kernel: l.Kernel) -> Any:
+    """The axis that a place is, or begins some way along, as those of channels that were put beside others."""
+    return next((a for a in kernel.axes if isinstance(e - a, int)), None)
 
 
 def _last(b: l.Buffer, last: dict[l.Buffer, int]) -> int | None:

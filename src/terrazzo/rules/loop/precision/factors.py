@@ -12,7 +12,7 @@ from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
-from terrazzo.ir.expr import Bound, Expr, Var
+from terrazzo.ir.expr import Bound, Var
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import Node, substitute, substituted, topological
 from terrazzo.ir.sites import product
@@ -21,6 +21,7 @@ from terrazzo.rules.loop.precision.number_parts import pairs, small_parts, total
 from terrazzo.rules.loop_to_tile.chains.chain import Chain
 from terrazzo.rules.loop_to_tile.products.packed import across_channels, dimension
 from terrazzo.rules.loop_to_tile.walked.threads import step
+from terrazzo.rules.moves import meeting
 
 
 @lru_cache(maxsize=1024)
@@ -96,10 +97,8 @@ def along_channels(kernel: l.Kernel) -> dict[l.Buffer, int]:
     loads = [x for x in p.operands if isinstance(x, l.Load)] if p else []
     if p is None or len(loads) < len(p.operands) or len(p.axes) < 2 or len(kernel.axes) < 3:
         return {}
-    places = [e.free for x in loads for e in x.index if isinstance(e, Expr)]
-    moved = frozenset().union(*(free for free in places if free & {*p.axes} and free & {*kernel.axes}))
-    taps, points = (math.prod(a.extent for a in moved & {*axes}) for axes in (kernel.axes, p.axes))
-    if taps > points:  # a convolution, whose results are points
+    results, summed = meeting(loads, kernel.axes, p.axes)
+    if results > summed:  # a convolution, whose results are points
         return {}
     return {x.buffer: d for x, d in across_channels(kernel).items()}
 

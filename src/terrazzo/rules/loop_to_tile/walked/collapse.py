@@ -10,9 +10,10 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, Mod, Var
+from terrazzo.ir.expr import FloorDiv, Mod, Var
 from terrazzo.ir.node import substitute, substituted, topological, transformed
 from terrazzo.ir.sites import product
+from terrazzo.rules.moves import meeting
 
 
 def collapse(kernel: l.Kernel) -> l.Kernel:
@@ -324,10 +325,9 @@ def _in_place(r: l.Reduce) -> bool:
     if math.prod(a.extent for a in r.axes) <= SHORT:
         return True
     axes, args = l.open_binder(r)
-    every = [i.free for x in topological(args) if isinstance(x, l.Load) for i in x.index if isinstance(i, Expr)]
-    met = frozenset().union(*(free for free in every if free & set(axes) and free - set(axes)))
-    taps, points = (math.prod(a.extent for a in some) for some in (met & set(axes), met - set(axes)))
-    return bool(met) and taps <= points
+    loads = [x for x in topological(args) if isinstance(x, l.Load)]
+    results, summed = meeting(loads, frozenset().union(*(x.free for x in loads)) - set(axes), axes)
+    return results > 1 and summed <= results
 
 
 def flat_products(kernel: l.Kernel) -> l.Kernel:
