@@ -15,8 +15,8 @@ from typing import Any
 from terrazzo.ir.address import flatten, unflatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, terms_of
-from terrazzo.ir.node import topological, transform
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, terms_of
+from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.proof import leaves
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, contiguous_strides
@@ -25,9 +25,10 @@ from terrazzo.rewrite.rule import Event, Log
 PASS, RULE = "store_as_read", "dimensions_of_products"
 
 
-def dimensions_of_products(program: l.Program, log: Log) -> l.Program:
+def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -> l.Program:
     """`program` with temporaries stored with a dimension for every stride at which products step through them, where
-    these find places by dividing what is summed over, or all the way across two dimensions.
+    these find places by dividing what is summed over, or all the way across two dimensions. What is given is `copied`
+    so, where asked for and each of its elements is multiplied often.
 
     @loop
     def f(x: f32[2, 4, 3], w: f32[5, 8]):
@@ -72,33 +73,73 @@ def dimensions_of_products(program: l.Program, log: Log) -> l.Program:
     calls = {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     fixed = {*program.inputs, *program.results, *calls}
     shapes: dict[l.Buffer, set[tuple[int, ...] | None]] = {}
+    often: set[l.Buffer] = set()
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         for x in _operands(kernel):
-            if x.buffer not in fixed and x.buffer.type.strides is None and _static(x.buffer.type):
+            if x.buffer.type.strides is None and all(isinstance(e, int) for e in x.buffer.type.shape):
                 shapes.setdefault(x.buffer, set()).add(_shape(x, kernel))
+                often |= {x.buffer} if _times(x, kernel) >= OFTEN else set()
     new: dict[l.Buffer, l.Buffer] = {}
+    copies: dict[l.Buffer, l.Buffer] = {}
+    taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
     for b, found in shapes.items():
-        shape = found.pop() if len(found) == 1 else None
-        if shape is not None and shape != b.type.shape:
-            new[b] = l.Buffer(b.name, Type(b.type.dtype, shape))
-            log.add(Event(PASS, RULE, b.name, True, f"{b.type} is stored as {new[b].type}"))
-    if not new:
+        other = found - {b.type.shape}  # who finds places as they are does so in other dimensions, too
+        shape = other.pop() if len(other) == 1 else None
+        if shape is None:
+            continue
+        kind, name = Type(b.type.dtype, shape), f"{b.name}_apart"
+        if b not in fixed:
+            new[b] = l.Buffer(b.name, kind)
+            log.add(Event(PASS, RULE, b.name, True, f"{b.type} is stored as {kind}"))
+        elif copied and b in often and name not in taken:
+            copies[b] = l.Buffer(name, kind)
+            log.add(Event(PASS, RULE, b.name, True, f"{b.type} is copied as {kind}"))
+    if not new and not copies:
         return program
 
     def visit(node: Any) -> Any:
         if not isinstance(node, l.Load | l.Store) or node.buffer not in new:
             return node
-        b = new[node.buffer]
-        place = flatten(node.index, node.buffer.type.element_strides)
-        inside = node.inside if isinstance(node, l.Load) else ()
-        index = _index(place, b.type.static_shape, inside) or unflatten(place, b.type.shape)
-        return l.Load.make(b, index, inside) if isinstance(node, l.Load) else l.Store(b, index, node.value)
+        return _placed(node, new[node.buffer])
 
     memo: dict[Any, Any] = {}
-    steps = tuple(transform(s, visit, memo) if isinstance(s, l.Kernel) else s for s in program.steps)
-    changed = [(old, now) for old, now in zip(program.steps, steps, strict=True) if now is not old]
-    log.applied(PASS, RULE, ", ".join(b.name for b in new), *zip(*changed, strict=True))
-    return l.Program(program.name, program.inputs, steps, program.results)
+    steps: list[l.Kernel | l.Call] = []
+    missing = dict(copies)
+    for s in program.steps:
+        if isinstance(s, l.Kernel):
+            read = {x: _placed(x, copies[x.buffer]) for x in _operands(s) if x.buffer in copies}
+            steps += [_copy(x.buffer, missing.pop(x.buffer)) for x in read if x.buffer in missing]
+            stores = tuple(substitute(x, read) for x in s.stores) if read else s.stores
+            s = transform(l.Kernel(s.name, s.axes, stores, s.source) if read else s, visit, memo)
+        steps.append(s)
+    log.applied(PASS, RULE, ", ".join(b.name for b in (*new, *copies)), program.steps, steps)
+    return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+OFTEN = 128
+"""Products with an element from which on copying it is little beside multiplying it on CUDA cores, one by one."""
+
+
+def _times(x: l.Load, kernel: l.Kernel) -> int:
+    """How often each element of what an operand reads is multiplied."""
+    p = product(kernel)
+    points = math.prod(a.extent for a in (*kernel.axes, *(p.axes if p else ())) if isinstance(a.extent, int))
+    return points // max(1, math.prod(x.buffer.type.static_shape))
+
+
+def _placed(node: Any, buffer: l.Buffer) -> Any:
+    """A load or store where a buffer of other dimensions has what it reads or writes."""
+    place = flatten(node.index, node.buffer.type.element_strides)
+    inside = node.inside if isinstance(node, l.Load) else ()
+    index = _index(place, buffer.type.static_shape, inside) or unflatten(place, buffer.type.shape)
+    return l.Load.make(buffer, index, inside) if isinstance(node, l.Load) else l.Store(buffer, index, node.value)
+
+
+def _copy(source: l.Buffer, copy: l.Buffer) -> l.Kernel:
+    """A kernel that stores a buffer with other dimensions."""
+    axes = tuple(Var(f"a{d}", n) for d, n in enumerate(copy.type.static_shape))
+    load = l.Load.make(source, unflatten(flatten(axes, copy.type.element_strides), source.type.shape))
+    return l.Kernel(copy.name, axes, (l.Store(copy, axes, load),))
 
 
 def _operands(kernel: l.Kernel) -> Iterator[l.Load]:
@@ -131,10 +172,6 @@ def _across(e: Expr, steps: set[Any]) -> bool:
     if any(isinstance(q, FloorDiv | Mod) and q.free & steps for q in topological([e])):
         return True
     return len({abs(c) for factors, c in terms_of(e).items() if steps.intersection(factors)}) > 1
-
-
-def _static(kind: Type) -> bool:
-    return all(isinstance(e, int) for e in kind.shape)
 
 
 def _index(place: IntExpr, shape: tuple[int, ...], inside: tuple[IntExpr, ...]) -> tuple[IntExpr, ...] | None:
