@@ -20,13 +20,13 @@ from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
-from terrazzo.rules.loop.layout import channels, layout, lookups, phases, placed, turned
+from terrazzo.rules.loop.layout import channels, dimensions, layout, lookups, phases, placed, turned
 from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
 from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
-from terrazzo.rules.loop_to_tile.reductions import rows
+from terrazzo.rules.loop_to_tile.reductions import mixed, rows
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
 from terrazzo.rules.tensor_to_loop.lift import lift
@@ -146,6 +146,9 @@ CATALOG: dict[str, Rewrite] = {
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
+    "store_as_read:dimensions_of_products": of(
+        dimensions.dimensions_of_products, lambda p: dimensions.dimensions_of_products(p, Log())
+    ),
     "store_as_read:channels_last": of(channels.channels_last, lambda p: channels.channels_last(p, Log())),
     "store_as_read:along_results": of(placed.along_results, lambda p: placed.along_results(p, Log())),
     "one_kernel:products_joined": of(
@@ -192,6 +195,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:padded": of(packed.padded, kernels(packed.padded)),
     "schedule:in_frames": of(frames.in_frames, kernels(lambda k: (frames.in_frames(k),))),
     "schedule:channels_beside": of(packed.channels_beside, kernels(packed.channels_beside)),
+    "schedule:lie_alike": of(mixed.lie_alike, kernels(mixed.lie_alike)),
     "schedule:taps_apart": of(taps.taps_apart, kernels(lambda k: taps.taps_apart(k, 1))),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),

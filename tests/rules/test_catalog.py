@@ -23,7 +23,7 @@ from terrazzo.interp import torch as aten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop, tile
 from terrazzo.ir.dialects import tensor as t
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import substitute, transform
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.types import Type, bf16, f32, i64
@@ -35,6 +35,7 @@ from terrazzo.rules.loop.attention.online import online
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.fusion.fuse import fuse
 from terrazzo.rules.loop.fusion.inline import inline
+from terrazzo.rules.loop_to_tile.walked.collapse import flat_reductions
 from terrazzo.rules.tensor_to_loop.lift import lift
 
 often = settings(
@@ -328,6 +329,45 @@ def with_taps(program: Program) -> Any:
     return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
 
 
+def with_groups(program: Program) -> Any:
+    """Loop IR of a product along channels of an image that are stored in groups."""
+    given = [x for x in program.inputs if x.type.numel]
+    places = t.coordinates((2, 4, 6))
+    first = [t.cast(t.index_map(x, (2, 4, 6), tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, (2, 4, 6))
+    a, b, r = t.coordinates((6, 6, 8))
+    sides = [t.index_map(image, (6, 6, 8), (r // 4, r % 4, x)) for x in (a, b)]
+    found = lift(Program("tensor", "groups", program.inputs, (t.reduce("sum", t.apply("mul", *sides), [2]),)))
+    stored = [s for s in found.steps if s.writes[0].type.shape == (2, 4, 6)]
+    rest = _in_one(loop.Program(found.name, found.inputs, found.steps[len(stored) :], found.results))
+    return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
+
+
+def with_orders(program: Program) -> Any:
+    """Loop IR of sums over the points of two images and one whose channels are last, in one kernel."""
+    shape = (6, 4, 8)
+    x = next((x for x in program.inputs if x.type.numel), None)
+    if x is None:
+        raise UserError("nothing is given")
+    places = t.coordinates(shape)
+    image = t.apply("tanh", t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32))
+    images = [t.apply(f, image) for f in ("neg", "exp", "tanh")]
+    total = t.reduce("sum", t.apply("mul", t.apply("mul", images[0], images[1]), images[2]), [0, 2])
+    found = lift(Program("tensor", "orders", program.inputs, (total,)))
+    first, whole = found.steps[:2]
+    kept = [first, whole, *(s for s in found.steps if s.reads == whole.writes)]
+    last = kept[-1].writes[0]
+    turned = loop.Buffer(last.name, Type(f32, shape, (32, 1, 4)))
+
+    def visit(node: Any) -> Any:
+        return turned if node is last else node
+
+    stored = tuple(transform(s, visit, {}) for s in kept)
+    others = tuple(transform(s, visit, {}) for s in found.steps if s not in kept)
+    rest = _in_one(loop.Program(found.name, found.inputs, others, found.results))
+    return loop.Program(found.name, found.inputs, (*stored, *map(flat_reductions, rest.steps)), found.results)
+
+
 def _in_one(found: Any) -> Any:
     """What others than results are made of, on its way in those that read it."""
     steps = [*found.steps]
@@ -355,6 +395,12 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         return before, CATALOG[name].apply(before)
     if name == "schedule:taps_apart":
         before = with_taps(program)
+        return before, CATALOG[name].apply(before)
+    if name == "store_as_read:dimensions_of_products":
+        before = with_groups(program)
+        return before, CATALOG[name].apply(before)
+    if name == "schedule:lie_alike":
+        before = with_orders(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)

@@ -31,7 +31,7 @@ from terrazzo.rules.loop_to_tile.products.product_candidates import (
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
-from terrazzo.rules.loop_to_tile.reductions import cuts, reduced, reductions, rows, scans
+from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans
 from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
@@ -76,6 +76,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from by_taps(kernel, p, gpu, pinned, later=True)
         yield from in_tiles(kernel, p, gpu, pinned)
     flat = flat_reductions(kernel)
+    yield from _alike(flat, kernel, gpu, pinned, pick)
     if reductions.held(rows.flattened(flat), gpu) is None:
         yield from _sums_of_windows(kernel, gpu, pinned, pick)
         yield from _windows(kernel, gpu, pinned)
@@ -107,6 +108,17 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield Candidate(((even, *chosen),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _alike(
+    flat: l.Kernel, kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
+) -> Iterator[Candidate]:
+    """Reductions after copies of images that lie in another order than most of what they read."""
+    *copies, rest = mixed.lie_alike(flat)
+    if copies and mixed.worth(flat, copies, gpu):
+        first, _ = copied(copies, "what is reduced with others lies as they do", gpu, pinned)
+        done = joined((first, pick(candidates(rest, gpu, pinned, pick))))
+        yield done.after(("flat_reductions", kernel, (flat,)), ("lie_alike", flat, (*copies, rest)))
 
 
 def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

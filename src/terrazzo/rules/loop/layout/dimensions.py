@@ -83,9 +83,9 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
     copies: dict[l.Buffer, l.Buffer] = {}
     taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
     for b, found in shapes.items():
-        other = found - {b.type.shape}  # who finds places as they are does so in other dimensions, too
+        other = found - {b.type.shape} if b in fixed else found  # others go on reading what is given
         shape = other.pop() if len(other) == 1 else None
-        if shape is None:
+        if shape is None or shape == b.type.shape:
             continue
         kind, name = Type(b.type.dtype, shape), f"{b.name}_apart"
         if b not in fixed:

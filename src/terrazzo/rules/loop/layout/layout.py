@@ -1,8 +1,8 @@
 """Store a buffer the way it is read.
 
-Where every reader of a buffer takes several of its dimensions apart from one variable (after a
-`transpose(...).reshape(...)`: t[r // 64, a, r % 64]), the writer stores those dimensions merged: t[a, r] is contiguous
-along r.
+Where every reader of a buffer, or every product that reads it, takes several of its dimensions apart from one variable
+(after a `transpose(...).reshape(...)`: t[r // 64, a, r % 64]), the writer stores those dimensions merged: t[a, r] is
+contiguous along r.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from terrazzo.ir.address import digit
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Var
 from terrazzo.ir.node import topological, transform
+from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Event, Log
 
@@ -62,13 +63,17 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
         | set(program.results)
         | {b for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
     )
+    kernels = [s for s in program.steps if isinstance(s, l.Kernel)]
     loads: dict[l.Buffer, list[l.Load]] = {}
-    for node in topological([s for s in program.steps if isinstance(s, l.Kernel)]):
+    for node in topological(kernels):
         if isinstance(node, l.Load) and node.buffer not in fixed:
             loads.setdefault(node.buffer, []).append(node)
+    multiplied = {x for p in map(product, kernels) if p is not None for x in p.operands}
     moved: dict[l.Buffer, tuple[l.Buffer, Groups]] = {}
     for buffer, found in loads.items():
         groups = {_groups(load) for load in found}
+        if {_groups(load) for load in found if load in multiplied} == groups - {None}:
+            groups -= {None}  # tiles are boxes of memory: who reads every place by itself finds it as well merged
         merged = groups.pop() if len(groups) == 1 else None
         if merged is not None:
             shape = tuple(_product([buffer.type.shape[d] for d in g]) for g in merged)

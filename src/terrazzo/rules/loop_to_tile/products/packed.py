@@ -77,7 +77,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     for x in loads:
         if not _contiguous(x, depth) or not even(x.buffer):
             last = dimension(x, depth) or 0
-            copy = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
+            copy = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
     return _reading(kernel, copies, taken)
@@ -191,7 +191,7 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         if last is not None and isinstance(x, l.Load):
             if x.buffer not in copies:
                 room = WIDEST // x.dtype.size
-                copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, room)
+                copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, room)
             taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
     return _reading(kernel, copies.values(), taken)
 
@@ -243,7 +243,7 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
         if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
             continue
         if x.buffer not in copies:
-            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
+            copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
     return _reading(kernel, copies.values(), taken)
 
@@ -292,7 +292,7 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     taken: dict[Node, l.Load] = {}
     for x, last in across_channels(kernel).items():
         if x.buffer not in copies:
-            copies[x.buffer] = _copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
+            copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
     return _reading(kernel, copies.values(), taken)
 
@@ -392,7 +392,7 @@ def dimension(x: l.Load, axis: Any) -> int | None:
     return found[0] if terms.pop((axis,), 0) == 1 and not any(c % axis.extent for c in terms.values()) else None
 
 
-def _copy(name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1) -> l.Kernel:
+def turned_copy(name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1) -> l.Kernel:
     """A kernel that stores a buffer with one of its dimensions contiguous, in rows of a multiple of `room` elements,
     and the others as they were. Rows end in zeros. They begin at multiples of `pitch` elements.
     """
