@@ -25,8 +25,8 @@ IMAGE = 3
 
 
 def channels_last(program: l.Program, log: Log) -> l.Program:
-    """`program` with images in 16 bits stored channels last: temporaries where a sum of products runs along the
-    channels, and whatever is made of images that are so.
+    """`program` with images stored channels last: temporaries in 16 bits where a sum of products runs along the
+    channels, and whatever is made of images that are so, in any type.
 
     @loop
     def f(x: bf16[2, 8, 4] @ (32, 1, 8), w: bf16[4, 8]):
@@ -74,7 +74,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
             b = real[x.buffer]
             if b not in fixed and b not in results and (d := _dimension(x, kernel)) is not None:
                 last.setdefault(b, d)
-    if not any(_image(b.type) and _last(b, {}) is not None for b in program.inputs):
+    if not any(_shaped(b.type) and _last(b, {}) is not None for b in program.inputs):
         fixed |= results  # PyTorch's are as they always are, and would be copied from these
     for kernel, real in alike:
         for s in kernel.stores:
@@ -86,7 +86,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     new = {
         b: l.Buffer(b.name, _moved(b.type, d))
         for b, d in last.items()
-        if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
+        if _shaped(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
     for maker, s in [(x, s) for x in kernels for s in x.stores if s.buffer in new]:
         if why := _reduces_rows(maker, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
@@ -111,13 +111,13 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     return l.Program(program.name, program.inputs, steps, tuple(new.get(b, b) for b in program.results))
 
 
-def _image(kind: Type, rank: int = IMAGE) -> bool:
-    return (
-        kind.rank >= rank
-        and kind.dtype.is_float
-        and kind.dtype.size == 2
-        and all(isinstance(e, int) for e in kind.shape)
-    )
+def _image(kind: Type) -> bool:
+    """Whether tensor cores take what is of a type."""
+    return _shaped(kind) and kind.dtype.is_float and kind.dtype.size == 2
+
+
+def _shaped(kind: Type, rank: int = IMAGE) -> bool:
+    return kind.rank >= rank and all(isinstance(e, int) for e in kind.shape)
 
 
 def _reduces_rows(kernel: l.Kernel, s: l.Store, d: int) -> str:
@@ -174,17 +174,20 @@ def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool
     """Which dimension of a store lies last in what it is made of, where `lies` says which are contiguous. Sums of
     products are best stored so, where that is ours to choose: what they read is copied, where it lies otherwise.
     """
-    if not _image(s.buffer.type):
+    if not _shaped(s.buffer.type):
         return None
     p = product(kernel)
     if p is not None:
+        if not _image(s.buffer.type):
+            return None
         summed = [(x, d) for x in _images(p) if (d := _dimension(x, kernel)) is not None]
         along = any(lies.get(x.buffer) == d or (ours and _wide(x.buffer.type, d)) for x, d in summed)
         columns = [a for a in kernel.axes if all(a not in x.free for x in _images(p))]
         return s.index.index(columns[0]) if along and len(columns) == 1 and columns[0] in s.index else None
     size = math.prod(s.buffer.type.static_shape)
     rows = any(isinstance(x, l.Reduce) and slides(x) for x in topological([s.value]))  # a window lies as its image
-    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type, 2 if rows else IMAGE)]
+    rank = 2 if rows else IMAGE
+    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _shaped(x.buffer.type, rank)]
     loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
     found = {x: x.buffer.type.rank - 1 if (d := lies.get(x.buffer)) is None and rows else d for x in loads}
     channels = {x.index[d] if d is not None else None for x, d in found.items()}
