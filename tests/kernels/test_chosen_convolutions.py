@@ -348,8 +348,9 @@ def test_a_convolution_whose_pixels_are_shuffled_is_one() -> None:
 
 def test_no_shuffle_takes_a_convolution_off_the_tensor_cores() -> None:
     """At a real size, where memory runs through the image along its pixels."""
-    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 64, 96, 96), (256, 64, 3, 3)))
-    for fn in (lambda y: F.pixel_shuffle(y, 2), lambda y: y.view(8, 64, 4, -1).mT):
+    shuffles = (lambda y: F.pixel_shuffle(y, 2), lambda y: y.view(8, 64, 4, -1).mT)
+    for fn, dtype in (*((fn, torch.bfloat16) for fn in shuffles), (shuffles[0], torch.float32)):
+        x, w = (torch.empty(s, dtype=dtype, device="meta") for s in ((8, 64, 96, 96), (256, 64, 3, 3)))
         shuffle = lambda x, w, fn=fn: fn(F.conv2d(x, w, padding=1))  # noqa: E731
         steps = lowering(programs.capture(shuffle, (x, w), {}).program, Options(target="sm_90a", libraries="never"))
         kernels = [s for s in steps.at("kernel").steps if isinstance(s, k.Kernel)]

@@ -29,6 +29,7 @@ from terrazzo.ir.types import Type, f32, i64
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.candidates import candidates
+from terrazzo.rules.loop_to_tile.estimate import estimate
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.walked import windows
 from terrazzo.rules.loop_to_tile.walked.cache_lines import SCATTERED, lines_of
@@ -544,3 +545,13 @@ def test_many_short_sums_have_few_ways() -> None:
     form = form_of(kernel)
     assert form is not None and len(form.loops) == 12
     assert len({w.serial for w in windows._ways(form, gpu("sm_90a"))}) <= 13
+
+
+def test_a_product_is_priced_as_the_window_that_it_is() -> None:
+    """Its tiles would be mostly empty, so it runs as a window, and that is what `explain` says of it."""
+    w = torch.empty((256, 8, 3, 3), dtype=torch.bfloat16, device="meta")
+    x = torch.empty((16, 256, 56, 56), dtype=torch.bfloat16, device="meta")
+    found = lowering_of(lambda x, w: F.conv2d(x, w, padding=1, groups=32), (x, w), libraries="never")
+    kernel = found.at("tile").loop.steps[-1]
+    way = windows.window(kernel, gpu("sm_90a"))
+    assert way is not None and estimate(kernel, gpu("sm_90a")).time == way.time < 100e3

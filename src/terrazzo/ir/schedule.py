@@ -256,6 +256,11 @@ class Schedule:
             with about(*self.part(list(warps.values())[1].names[0])):
                 raise UserError(f"the sites disagree on the number of warps: {', '.join(map(str, sorted(warps)))}")
 
+    @property
+    def together(self) -> bool:
+        """Whether a thread takes steps for several points together."""
+        return any(("jam", True) in f.options for _, binding in self.axes for f in _factors(binding))
+
     def _divides(self, site: Site, axis: str, binding: Binding, extent: int) -> None:
         """UserError unless a site can divide a block's part of an axis so."""
         if grid := [f for f in _factors(binding) if f.level == "grid"]:
@@ -265,7 +270,7 @@ class Schedule:
         block = [f.size for f in _factors(_of(self.axes, axis)) if f.level == "block"]
         if block and not isinstance(binding, Like) and math.prod(f.size for f in binding) != block[0]:
             raise UserError(f"{site.names[0]}: {axis} divides into {_text(binding)}, but its block has {block[0]}")
-        _levels(axis, self.binding(site, axis), extent)
+        _levels(axis, self.binding(site, axis), extent, afresh=self.together)
 
     def _threads(self, site: Site | None) -> int:
         """The warps a site, or the kernel by itself, uses; 0 where it binds none. Its lanes must be a warp's, or its
@@ -322,12 +327,15 @@ def _sizes(axis: str, binding: Binding) -> None:
             raise UserError(f"{axis}: {f} must be {'a power of two' if f.size > 0 else 'at least 1'}")
 
 
-def _levels(axis: str, binding: Binding, extent: int) -> None:
-    """The kernel's levels come first and in order, and the product just covers the extent."""
+def _levels(axis: str, binding: Binding, extent: int, afresh: bool = False) -> None:
+    """The kernel's levels come first and in order, and the product just covers the extent. There are two of time where
+    reductions over the inner ones start `afresh`.
+    """
     factors = _factors(binding)
     outer = [KERNEL_LEVELS.index(f.level) for f in factors if f.level in KERNEL_LEVELS]
     inside = [f.level for f in factors[len(outer) :]]
-    if outer != sorted(set(outer)) or any(level in KERNEL_LEVELS for level in inside):
+    once = outer[1:] if afresh and outer[:2] == [KERNEL_LEVELS.index("time")] * 2 else outer
+    if once != sorted(set(outer)) or any(level in KERNEL_LEVELS for level in inside):
         raise UserError(f"{axis} = {_text(binding)}: {', '.join(KERNEL_LEVELS)} come first, in this order, each once")
     if not factors:
         return

@@ -22,7 +22,7 @@ from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.forms import merged
+from terrazzo.rules.loop_to_tile.products.forms import columns_merged, merged
 from terrazzo.rules.loop_to_tile.products.packed import packed
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
@@ -67,11 +67,14 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     moved = sum(count * b.type.dtype.size for b, count in touched.items())
     p = product(kernel)
     plans: list[tiles.Plan | boxes.Plan] = [x for x in tiles.plans(p, gpu) if x.pieces == 1] if p else []
-    if (image := boxes.moved(kernel)[0]) is not None:
+    if p is not None and (image := boxes.moved(columns_merged(kernel, p))[0]) is not None:
         plans += boxes.plans(image, gpu)
     plans += reduced.plans(kernel, gpu)[:1]
     plan = min(plans, key=lambda x: x.time, default=None)
     both = chain(kernel) if p is None else None
+    found = windows.window(kernel, gpu) if multiplied_by_threads(kernel) or (p is None and plan is None) else None
+    if found is not None and plan is not None and found.time < plan.time:
+        plan = None
     if both is not None and (rate := chains.rate(both, gpu)):
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent * both.times
         points = int(points * _visited(kernel, both))
@@ -86,7 +89,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
             time = max(time, chains.fastest(kernel, gpu) or 0.0)
     elif plan is not None:
         time = plan.time
-    elif (found := windows.window(kernel, gpu)) is not None:
+    elif found is not None:
         time = found.time
     else:
         time = by_threads(kernel, gpu)
@@ -189,7 +192,9 @@ def _by_taps(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
 
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     """A product of what is read at moved places in the best of its boxes, copies of operands included."""
-    *copies, form = packed(kernel) if gpu.warpgroups else (kernel,)
+    p = product(kernel)
+    whole = columns_merged(kernel, p) if p is not None else kernel
+    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
     image = boxes.moved(form)[0]
     if image is None or not (plans := boxes.plans(image, gpu)):
         return

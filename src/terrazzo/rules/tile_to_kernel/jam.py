@@ -152,23 +152,47 @@ class Jam:
         site = self.bindings.site([self.names[r] for r in s.carried])
         inner = scope.inner()
         serial: list[Digit] = []
+        within: list[Digit] = []  # an axis' second factor, and what follows: reductions of these start afresh
         unrolled: list[Var] = []
         for a in s.axes:
             digits = self.bindings.digits(axis_name(a), site, extent(a))
             inner.env[a] = value(digits)
-            serial += [d for d in digits if d.level == "time"]
+            times = [d for d in digits if d.level == "time"]
+            whole = 0 if within else 1
+            serial, within = serial + times[:whole], within + times[whole:]
             self.loops[a] = [d.variable for d in digits if d.level != "time"]
             unrolled += self.loops[a]
         mine = [v for v in self.points if any(v in self.moving(r) for r in s.carried)]
         for r in s.carried:
             inner.env[r] = self.declare(r, mine)  # type: ignore[arg-type]
         step = partial(self.step, s, inner, unrolled, mine)
-        self.builder.loops([(d.variable, False) for d in serial], step)
+        steps = [(d.variable, False) for d in within]
+        some = partial(self.afresh, s, inner, mine, steps, unrolled) if within else step
+        self.builder.loops([(d.variable, False) for d in serial], some)
         for r in s.carried:
             own = self.moving(r)  # of the points that it does not know, each has the same
             for p, place in enumerate(inner.env[r]):
                 at = tuple(v if v in own else 0 for v in mine)
                 scope.env[r if r.monoid.width == 1 else l.Get(r, p)] = l.Load(place, at)
+
+    def afresh(
+        self, s: n.Loop, scope: Scope, mine: Sequence[Var], steps: Sequence[tuple[Var, bool]], unrolled: Sequence[Var]
+    ) -> None:
+        """Some steps whose sums start afresh and are added to those of all steps: so each is of fewer terms, and rounds
+        less.
+        """
+        inner = scope.inner()
+        for r in s.carried:
+            inner.env[r] = self.declare(r, mine)  # type: ignore[arg-type]
+        self.builder.loops(steps, partial(self.step, s, inner, unrolled, mine))
+
+        def add() -> None:
+            for r in s.carried:
+                old = [[l.Load(p, tuple(mine)) for p in x.env[r]] for x in (scope, inner)]
+                new = r.monoid.combine(l.apply, *old)
+                self.builder.add(*(l.Store(p, tuple(mine), y) for p, y in zip(scope.env[r], new, strict=True)))
+
+        self.unrolled(mine, add)
 
     def declare(self, r: l.Reduce, mine: Sequence[Var]) -> list[k.Registers]:
         """Accumulators at their identity, for every point."""

@@ -26,8 +26,8 @@ IMAGE = 3
 
 
 def channels_last(program: l.Program, log: Log) -> l.Program:
-    """`program` with images in 16 bits stored channels last: temporaries where a sum of products runs along the
-    channels, and whatever is made of images that are so.
+    """`program` with images stored channels last: temporaries in 16 bits where a sum of products runs along the
+    channels, and whatever is made of images that are so, in any type.
 
     @loop
     def f(x: bf16[2, 8, 4] @ (32, 1, 8), w: bf16[4, 8]):
@@ -75,11 +75,11 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
             b = real[x.buffer]
             if b not in fixed and b not in results and (d := _dimension(x, kernel)) is not None:
                 last.setdefault(b, d)
-    if not any(_image(b.type) and _last(b, {}) is not None for b in program.inputs):
+    if not any(_shaped(b.type) and _last(b, {}) is not None for b in program.inputs):
         fixed |= results  # PyTorch's are as they always are, and would be copied from these
     for kernel, real in alike:
         stored = [real[s.buffer] for s in kernel.stores]
-        if any(b in fixed and _image(b.type) and _last(b, {}) is None for b in stored):
+        if any(b in fixed and _shaped(b.type) and _last(b, {}) is None for b in stored):
             continue  # what one kernel stores lies alike
         for s, b in zip(kernel.stores, stored, strict=True):
             if b not in fixed:
@@ -89,7 +89,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     new = {
         b: l.Buffer(b.name, _moved(b.type, d))
         for b, d in last.items()
-        if _image(b.type) and b.type.strides is None and d != b.type.rank - 1
+        if _shaped(b.type) and b.type.strides is None and d != b.type.rank - 1
     }
     for maker, s in [(x, s) for x in kernels for s in x.stores if s.buffer in new]:
         if why := _reduces_rows(maker, s, last[s.buffer]) or _read_by_rows(kernels, s.buffer):
@@ -114,7 +114,12 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
     return l.Program(program.name, program.inputs, steps, tuple(new.get(b, b) for b in program.results))
 
 
-def _image(kind: Type, rank: int = IMAGE) -> bool:
+def _image(kind: Type) -> bool:
+    """Whether tensor cores take what is of a type."""
+    return _shaped(kind) and kind.dtype.is_float and kind.dtype.size == 2
+
+
+def _shaped(kind: Type, rank: int = IMAGE) -> bool:
     return kind.rank >= rank and kind.dtype.kind != "complex" and all(isinstance(e, int) for e in kind.shape)
 
 
@@ -163,7 +168,7 @@ def _images(p: Product | None) -> Iterator[l.Load]:
         for f, g in (c.factors, c.factors[::-1]):
             own = [a for a in p.kernel.axes if a in f.free and a not in g.free]
             x = operand(f)
-            if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type) and x.dtype.size == 2:
+            if len(own) > 1 and isinstance(x, l.Load) and _image(x.buffer.type):
                 yield x
 
 
@@ -179,7 +184,7 @@ def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool
     """Which dimension of a store lies last in what it is made of, where `lies` says which are contiguous. Sums of
     products are best stored so, where that is ours to choose: what they read is copied, where it lies otherwise.
     """
-    if not _image(s.buffer.type):
+    if not _shaped(s.buffer.type):
         return None
     p = product(kernel)
     if p is not None:
@@ -193,7 +198,8 @@ def _as_read(kernel: l.Kernel, s: l.Store, lies: dict[l.Buffer, int], ours: bool
         return own if along or few else None
     size = math.prod(s.buffer.type.static_shape)
     rows = any(isinstance(x, l.Reduce) and slides(x) for x in topological([s.value]))  # a window lies as its image
-    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _image(x.buffer.type, 2 if rows else IMAGE)]
+    rank = 2 if rows else IMAGE
+    loads = [x for x in topological([s.value]) if isinstance(x, l.Load) and _shaped(x.buffer.type, rank)]
     loads = [x for x in loads if math.prod(x.buffer.type.static_shape) * FILTER > size]
     found = {x: x.buffer.type.rank - 1 if (d := lies.get(x.buffer)) is None and rows else d for x in loads}
     channels = {_moved_along(x.index[d], kernel) if d is not None else None for x, d in found.items()}

@@ -8,8 +8,9 @@ from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import topological
-from terrazzo.ir.sites import Product, product
+from terrazzo.ir.sites import Product, loads, product
 from terrazzo.rules.loop_to_tile.candidate import Rewrite
 from terrazzo.rules.loop_to_tile.products import warpgroups
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart, flat_products, merge_axes, merge_product_axes
@@ -35,6 +36,16 @@ def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
     flat = flat_products(form.kernel)
     steps = flat.stores != form.kernel.stores and on_warpgroups(flat, gpu)
     return form.then("flat_products", flat) if steps else form
+
+
+def columns_merged(kernel: l.Kernel, p: Product) -> l.Kernel:
+    """A product of what is read at moved places with the axes of its filters as one, which instructions take: those
+    that the factor knows that is read nowhere beside its place.
+    """
+    for f, g in (pair for c in p.sites for pair in (c.factors, c.factors[::-1])):
+        if any(e.free & set(p.axes) and e.free - set(p.axes) for x in loads(f) for e in x.index if isinstance(e, Expr)):
+            return merge_axes(kernel, [a for a in kernel.axes if a in g.free - f.free])
+    return kernel
 
 
 @lru_cache(maxsize=256)

@@ -200,9 +200,9 @@ SMALL = 8
 """How many times smaller than the largest a buffer is at least that is copied for how it lies in memory."""
 
 
-def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
-    """Copies of the small buffers of which an axis of points walks a dimension in long steps, with that dimension
-    contiguous, and `kernel`, which reads these.
+def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Kernel, ...]:
+    """Copies of the buffers, so many times smaller than the largest, of which an axis of points walks a dimension in
+    long steps, with that dimension contiguous, and `kernel`, which reads these.
 
     @loop
     def f(x: f32[40, 3], w: f32[3, 4]):
@@ -240,7 +240,7 @@ def copied_along(kernel: l.Kernel, axis: Any) -> tuple[l.Kernel, ...]:
     taken: dict[Node, l.Load] = {}
     for x in loads:
         last = dimension(x, axis)
-        if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * SMALL > largest:
+        if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * small > largest:
             continue
         if x.buffer not in copies:
             copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)

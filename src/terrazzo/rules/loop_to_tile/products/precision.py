@@ -16,7 +16,7 @@ from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import BOXED, Way, expected, work
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
-from terrazzo.rules.loop_to_tile.products.forms import for_warpgroups, merged
+from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile_to_kernel.lower import derived
@@ -119,12 +119,11 @@ def _as_one(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: f
     """What a product takes on warpgroups as it is; or why it does not run there."""
     forms = [x for form in for_warpgroups(kernel, gpu) if (x := product(form.kernel)) is not None]
     if not forms:
-        image, why = boxes.moved(kernel)
+        image, why = boxes.moved(columns_merged(kernel, p) if (p := product(kernel)) else kernel)
         if image is not None:
             plans = boxes.plans(image, gpu)
             boxed = ((BOXED * x.time, image.kernel, partial(boxes.schedule, image, x, gpu)) for x in plans)
             return _built(boxed, gpu, lost, most, "no box of it is filled by half")
-        p = product(kernel)
         return math.inf, why or (warpgroups.instructions_for(p, gpu)[1] if p else no_product(kernel))
     return _built(_in_tiles(forms, gpu), gpu, lost, most, "no tile of it is filled by half")
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr
 from terrazzo.ir.schedule import Schedule
-from terrazzo.ir.sites import Product, loads, product
+from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
+from terrazzo.rules.loop_to_tile.products.forms import Form, apart, columns_merged, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.products.packed import packed
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
-from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.walked.crossed import points
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -73,19 +70,9 @@ def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu) -> tuple[l.Kernel, Sequence[l
     """A product whose filters lie along one axis, the copies of its operands, itself after these, and what it reads at
     moved places.
     """
-    whole = merge_axes(kernel, _columns(p))
+    whole = columns_merged(kernel, p)
     *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
     return whole, copies, form, boxes.moved(form)[0]
-
-
-def _columns(p: Product) -> list[Any]:
-    """The axes of filters, which instructions take as one: those that the factor knows that is read nowhere beside its
-    place.
-    """
-    for f, g in (pair for c in p.sites for pair in (c.factors, c.factors[::-1])):
-        if any(e.free & set(p.axes) and e.free - set(p.axes) for x in loads(f) for e in x.index if isinstance(e, Expr)):
-            return [a for a in p.kernel.axes if a in g.free - f.free]
-    return []
 
 
 def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:

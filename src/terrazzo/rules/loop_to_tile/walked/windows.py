@@ -31,6 +31,7 @@ from terrazzo.rules.loop_to_tile.walked.window_forms import (
     POINTS,
     SHORT,
     Form,
+    afresh,
     directions,
     few_channels,
     form_of,
@@ -96,7 +97,7 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
         found += _ways(points, gpu)  # lanes fill up with what follows a short row
     for axis in form.lanes:
-        *copies, other = copied_along(kernel, axis)
+        *copies, other = copied_along(kernel, axis, 1) if form.crossed else copied_along(kernel, axis)
         if copies and (new := form_of(other)) is not None:
             before = sum(_copying(x, gpu) for x in copies)
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
@@ -330,7 +331,7 @@ class _Way:
         sites = tuple(
             Site(
                 tuple(names[r] for r in s.carried),
-                tuple((axis_name(a), (Factor("time" if a in self.serial else "reg", a.extent),)) for a in s.axes),
+                tuple((axis_name(a), self.steps(a)) for a in s.axes),
             )
             for s in self.form.loops
         )
@@ -338,6 +339,13 @@ class _Way:
         schedule = Schedule(self.form.kernel.name, self.gpu.arch, tuple(lines), (), (), sites)
         why = f"a thread computes {told} points of a window" if told else "a thread computes the window of a point"
         return Window(self.form.kernel, schedule, self.time, why, self.copies)
+
+    def steps(self, axis: Any) -> tuple[Factor, ...]:
+        """How a thread takes the steps along an axis; of sums over pairs some at a time, which are added up apart."""
+        if axis not in self.serial:
+            return (Factor("reg", axis.extent),)
+        some = afresh(axis.extent) if self.form.summed else 1
+        return tuple(Factor("time", k) for k in (axis.extent // some, some) if k > 1 or some == 1)
 
 
 def _ways(form: Form, gpu: Gpu) -> Iterator[_Way]:
@@ -347,6 +355,8 @@ def _ways(form: Form, gpu: Gpu) -> Iterator[_Way]:
         subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
     else:  # the longest are serial first
         subsets = [frozenset(steps[:k]) for k in range(len(steps) + 1)]
+    if form.summed:
+        subsets = [x for x in subsets if all(a in x or a.extent <= SHORT for a in steps)]
     smallest = min(x.buffer.type.dtype.size for x in form.accesses)
     for lane in form.lanes:
         for vector in (1, 2, 4, 8):
