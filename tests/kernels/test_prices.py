@@ -17,6 +17,7 @@ from terrazzo.hw.gpu import gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Agent, Frame, Order
+from terrazzo.ir.schedule import Word
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
@@ -444,3 +445,13 @@ def test_nobody_takes_turns_where_tiles_end_with_columns_that_are_normed(monkeyp
     monkeypatch.setattr(warpgroup_tiles, "ROOTS", math.inf)
     warpgroups._plans.cache_clear()
     assert ends(normed)
+
+
+@pytest.mark.parametrize("rows, together", [(3, 1), (5, 5), (6, 6), (7, 7), (10, 5), (11, 1), (12, 4), (16, 8)])
+def test_rows_of_tiles_that_are_walked_together_divide_all_rows(rows: int, together: int) -> None:
+    (kernel,) = on_meta(plain, 128 * rows, 1024, 4096)
+    p = product(kernel)
+    assert p is not None
+    plan = next(x for x in warpgroups.plans(p, HOPPER) if (x.tile.m, x.tile.rows, x.tile.split) == (128, p.m, None))
+    walk = dict(warpgroups.schedule(p, plan, HOPPER).options("persistent"))
+    assert walk.get("order") == (Word("grouped", (together,)) if together > 1 else None)

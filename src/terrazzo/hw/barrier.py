@@ -23,11 +23,16 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned phase) {
 }
 """
 
-CLUSTER = """// All threads of a cluster meet; a thread arrives at the barrier of another of its blocks.
-// That says nothing of what threads read and wrote plainly: `release.cluster` would, and is a MEMBAR at every arrival.
+CLUSTER = """// All threads of a cluster meet; what they wrote is then seen by all of them: a MEMBAR of the GPU.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\\n barrier.cluster.wait.aligned;" ::: "memory");
 }
+// At first there is nothing to see but barriers, which have a fence of their own.
+__device__ __forceinline__ void cluster_begins() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\\n barrier.cluster.wait.aligned;" ::: "memory");
+}
+// A thread arrives at the barrier of another block of its cluster.
+// That says nothing of what threads read and wrote plainly: `release.cluster` would, and is a MEMBAR at every arrival.
 __device__ __forceinline__ void barrier_arrive_at(unsigned barrier, unsigned rank) {
   asm volatile(
     "{\\n .reg .b32 there;\\n mapa.shared::cluster.u32 there, %0, %1;\\n"

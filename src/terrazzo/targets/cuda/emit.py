@@ -124,6 +124,7 @@ class _Writer:
         self.rounded = _rounded(kernel)
         self.varying = k.varying(kernel.body, ("lane",))
         self.converged = True
+        self.begins = False
         largest = max((k.shared_bytes(b) // b.type.dtype.size for b in kernel.params), default=0)
         self.short = Short(self.scope)
         self.int = self.scope.whole = "int" if largest < 1 << 31 else "i64"
@@ -160,7 +161,9 @@ class _Writer:
             kind = c_type(s.type.dtype)
             lines.append(f"  {kind}* const {place} = reinterpret_cast<{kind}*>(shared + {at});")
         first = self.before_memory()
+        self.begins = True
         lines += self.statements(kernel.body[:first], "  ")
+        self.begins = False
         lines += ["  if (!tz_begins()) return;"] * kernel.early
         lines += self.statements(kernel.body[first:], "  ", self.asked(kernel.body[first:]))
         return name, "\n".join([*lines, "}"]) + "\n"

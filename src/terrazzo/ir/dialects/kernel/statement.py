@@ -35,6 +35,9 @@ Function = tuple[Any, ...]
 class Cuda(Protocol):
     """What the CUDA of a statement is made of: how its writer calls things."""
 
+    begins: bool
+    """Whether nobody has touched memory yet, but for barriers that came into being."""
+
     def name(self, place: Buffer) -> str:
         """Of a place."""
 

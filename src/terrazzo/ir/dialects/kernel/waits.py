@@ -79,7 +79,7 @@ class ClusterSync(Statement, dialect="kernel", op="cluster_sync"):
     uses = ("cluster",)
 
     def cuda(self, w: Cuda) -> list[str]:
-        return ["cluster_sync();"]
+        return ["cluster_begins();" if w.begins else "cluster_sync();"]
 
 
 FENCES = ("proxy", "wgmma")
