@@ -77,9 +77,10 @@ where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x
 only, and clusters took 1.01 to 1.03 (H200).
 """
 GROUPS = (GROUP, 4, 7, 6, 5, 2, 1)
-"""Rows of tiles that are walked together, the first of these that divides them. With five or seven rows one by one, 577
-x 1024 x 4096 took 11.5 us in tiles of 128 x 160, 400 x 1024 x 4096 10.5 in 64 x 256, 300 x 1000 x 1000 6.2 and 6.4 in
-64 x 48; together 10.0, 8.8, 5.9 and 6.1. In threes they took 0.99 to 1.11 of the time (benchmarks/fits/h200-order.json).
+"""Rows of tiles that are walked together, the first of these that divides them. With five or seven rows one by one,
+577 x 1024 x 4096 took 11.5 us in tiles of 128 x 160, 400 x 1024 x 4096 10.5 in 64 x 256, 300 x 1000 x 1000 6.2 and 6.4
+in 64 x 48; together 10.0, 8.8, 5.9 and 6.1. In threes they took 0.99 to 1.11 of the time
+(benchmarks/fits/h200-order.json).
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
