@@ -24,7 +24,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.precision.parts import parts_of
 from terrazzo.rules.loop_to_tile.chains.chain import nested
-from terrazzo.rules.loop_to_tile.products import boxes, products, warpgroup_tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import boxes, products, warpgroup_tiles, warpgroups, work
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.reductions import reductions
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
@@ -258,13 +258,18 @@ def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None
 def test_what_boxes_have_beyond_the_end_takes_time() -> None:
     """Of 32 rows, tiles of 64 bring in as many zeros; turned, the batch is on the instruction's columns."""
     (kernel,) = on_meta(plain, 32, 4096, 4096)
-    p, has = site(kernel), HOPPER.warpgroups
-    assert has is not None
+    p = site(kernel)
     tiles = {x.tile: x.tile for x in warpgroups.plans(p, HOPPER) if x.pieces == 1}
-    rows = next(t for t in tiles if t.rows is p.m and t.groups == 1 and t.n == 64)
+    rows = [t for t in tiles if t.rows is p.m and t.groups == 1 and t.n == 64]
     turned = next(t for t in tiles if t.rows is p.n and t.groups == 1 and t.n == 32)
-    assert warpgroups._overhang(p, turned, has) == 0.0
-    assert warpgroups._overhang(p, rows, has) == has.overhang * 2 * 32 * 4096 * 64
+    assert warpgroups._beyond(p, turned) == 0.0
+    assert {t.split for t in rows} >= {None, p.n}
+    assert {warpgroups._beyond(p, t) for t in rows} == {2 * 32 * 4096 * 64}  # blocks of a cluster do not share zeros
+    long, short = (
+        work.lasts(warpgroups.work_of(p, t, HOPPER, HOPPER.warpgroups)._replace(beyond=beyond), HOPPER)
+        for t, beyond in ((turned, 4200.0), (turned, 0.0))
+    )
+    assert long - short == pytest.approx(4200 / HOPPER.memory)
     assert min(warpgroups.plans(p, HOPPER), key=lambda x: x.time).tile.rows is p.n
 
 

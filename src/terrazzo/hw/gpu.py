@@ -24,12 +24,12 @@ class Warpgroups:
     partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes must be on
     their way in a processor for its share of the memory's rate. A step of blocks that all fetch the same rows takes
     `crowd` for each of them, since one slice of the cache serves a row, and rows that begin anywhere in its lines take
-    `straddling` times as long. What boxes have beyond the end of a tensor takes `overhang` of the time that memory
-    needs for as much. Blocks of a cluster that share sums take `meeting` until all have theirs, and a block then gives
-    and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what they fetch
-    more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many blocks run
-    at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are parts;
-    these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
+    `straddling` times as long: where no more than every other processor fetches, and otherwise, since two processors
+    share their way to the cache. Blocks of a cluster that share sums take `meeting` until all have theirs, and a block
+    then gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what
+    they fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
+    blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
+    parts; these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
     """
 
     rate: float
@@ -52,8 +52,7 @@ class Warpgroups:
     read: float
     after: float
     crowd: float = 0.0
-    straddling: float = 1.0
-    overhang: float = 0.0
+    straddling: tuple[float, float] = (1.0, 1.0)
     meeting: float = 0.0
     sharing: float = 0.0
     given: float = 1.0
@@ -102,7 +101,7 @@ class Gpu:
 H200 = Warpgroups(
     rate=830000, start=38.0, turns=30.0, parts=(930000, 26.0), step=17.0, latency=920.0, shared=144.0, cache=14000.0,
     gathered=20.6, emptied=230.0, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0,
-    states=6.8, flying=36000.0, read=18.0, after=120.0, crowd=1.95, straddling=2.17, overhang=0.5, meeting=600.0,
+    states=6.8, flying=36000.0, read=18.0, after=120.0, crowd=1.95, straddling=(1.5, 2.17), meeting=600.0,
     sharing=0.006, given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0,
     parts_states=2.0, parts_meeting=1000.0, banks=218.0,
 )  # fmt: skip
@@ -110,15 +109,21 @@ H200 = Warpgroups(
 that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where
 they chose; docs/performance.md has what is. `rate`, `shared`, `cache` and the memory's rate were held. `rows` is an
 estimate. `read` and `after` are of three products each, with a residual or GELU beside bias and ReLU (22 November
-2026): 13 to 21 bytes, where one took nothing, and 65 to 235 operations. `overhang`, `meeting`, `given` and `again` were
-fitted to how much is lost by what is chosen of 461 schedules of 34 products, of which 176 share sums
-(benchmarks/fits/h200-shared.json): the good ones of these take 10 % longer than the model says. `clusters` is what the
-driver says of blocks with 200,000 bytes of shared memory. `parts` and `parts_states` are fitted to 182 measurements of
-20 products (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which tile
-they ran. `banks`, 128 bytes a clock, and `parts_meeting` are held against 56 schedules of six small products (H100,
-benchmarks/fits/h100-halves.json), those in two launches: 13 % off, 33 without `banks` and with 5000; 2.4 % is lost
-where they choose, 17 was. `emptied` is fitted by how much is lost by what is chosen of 143 schedules of eleven small
-products in bf16 (H100, benchmarks/fits/h100-small.json), 1 % for 5.5 without, and of those of h200-tiles.json and
+2026): 13 to 21 bytes, where one took nothing, and 65 to 235 operations. `meeting`, `given` and `again` were fitted to
+how much is lost by what is chosen of 461 schedules of 34 products, of which 176 share sums
+(benchmarks/fits/h200-shared.json): the good ones of these take 10 % longer than the model says. The first number of
+`straddling` is of 159 schedules of eleven products whose tiles hardly fill the machine
+(benchmarks/fits/h200-order.json): 300 x 1000 x 1000 took 5.4 us in 64 tiles of 64 x 80, and 6.2 in 80 of 64 x 64; 320 x
+1024 x 1024 4.2 and 4.1. So is that what boxes bring from beyond the ends of operands takes as long as memory needs for
+as much, whatever else is done: with 0, 32 and 48 of 448 rows beyond the end tiles of 64 x 224 took 7.9, 8.4 and 9.4 us.
+What is chosen of these takes 1.3 % longer than the fastest (3.7 before), of h100-small.json 0.1 (5.5), of eight
+products of h100-odd.json 0.4 (8.1), each without tiles that would be walked in another order now. `clusters` is what
+the driver says of blocks with 200,000 bytes of shared memory. `parts` and `parts_states` are fitted to 182 measurements
+of 20 products (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which
+tile they ran. `banks`, 128 bytes a clock, and `parts_meeting` are held against 56 schedules of six small products
+(H100, benchmarks/fits/h100-halves.json), those in two launches: 13 % off, 33 without `banks` and with 5000; 2.4 % is
+lost where they choose, 17 was. `emptied` is fitted by how much is lost by what is chosen of 143 schedules of eleven
+small products in bf16 (H100, benchmarks/fits/h100-small.json), 1 % for 5.5 without, and of those of h200-tiles.json and
 h200-shared.json, 1.3 and 1.7 for 1.5 and 2.1. `sharing` is of one product, 128 x 18944 x 3584, of which eight blocks to
 a tile took 51 us and two 47 (benchmarks/fits/h200-few.json); it loses 2.2 % in the products there, 2.6 without it, and
 in those 461 2.1 (2.0). `turns` is fitted to 166 schedules of 36 products (benchmarks/fits/h200-turns.json), by how much

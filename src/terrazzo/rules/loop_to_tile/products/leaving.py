@@ -31,6 +31,11 @@ BOTH = 0.8
 """What is left of waiting for slots where two warpgroups have some each: 512 x 2048 x 5632 took 20.1 us in tiles of 128
 x 176, which are eleven subtiles (H200), and 24.1 in those of 192, which are three (H100).
 """
+WHOLE = 0.5
+"""What is left of it where rows of subtiles are whole lines of memory, as those of results that are turned are: 448 x
+1024 x 4096 took 7.9 us in tiles of 64 x 224 and 9.2 in 64 x 240, which are eight subtiles more (H200,
+benchmarks/fits/h200-order.json).
+"""
 
 
 def result_sites(p: Product, t: Tile, by: str) -> Sequence[Site]:
@@ -67,6 +72,7 @@ def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
     if by != "tma":
         return has.rows
     columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * (BOTH if t.groups > 1 else 1.0)
+    waited *= WHOLE if _turned(p, t) else 1.0
     size, more = 2 * t.m * columns, columns // t.width - ceil(columns, WIDE)
     return size / (size / has.gathered + more * waited)
 
@@ -76,9 +82,14 @@ def leaves(p: Product, t: Tile) -> str:
     rows begin anywhere. Those that run along the tile's rows do so where it has many columns. Others leave registers
     (nothing).
     """
-    if t.n >= TURNED and t.each == 1 and _leave_turned(p, t.rows, t.columns, t.width):
+    if _turned(p, t):
         return "tma"
     return _leave(p, t.rows, t.m, t.columns, t.width) if t.n >= LEAST else ""
+
+
+def _turned(p: Product, t: Tile) -> bool:
+    """Whether results are turned on their way, since they run along the tile's rows."""
+    return t.n >= TURNED and t.each == 1 and _leave_turned(p, t.rows, t.columns, t.width)
 
 
 @lru_cache(maxsize=4096)

@@ -154,7 +154,7 @@ def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
     step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
     if (_slots(p, tile, gpu) - 2) * step < REACH:
         tile = replace(tile, split=None)
-    return _fetched(p, tile, has) / (tile.m * tile.n)
+    return _fetched(p, tile, has, _alone(p, tile, gpu)) / (tile.m * tile.n)
 
 
 def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
@@ -287,12 +287,12 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     return Work(
         tile.m, tile.n, facts_of(p).terms, _clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=_fetched(p, tile, has),
+        fetched=_fetched(p, tile, has, _alone(p, tile, gpu)),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=result_rate(p, tile, has) * tile.parts,
-        least=_least(p, tile, has),
+        least=facts_of(p).bytes + results(p).moved,
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
@@ -304,6 +304,7 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         alone=tile.groups == 1,
         turns=tile.turns,
         read=_read(p, tile),
+        beyond=_beyond(p, tile),
     )  # fmt: skip
 
 
@@ -312,9 +313,9 @@ def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> 
     return alone._replace(
         tiles=_clusters(p, tile),
         blocks=tile.blocks,
-        fetched=_fetched(p, tile, has),
-        least=_least(p, tile, has),
+        fetched=_fetched(p, tile, has, _alone(p, tile, gpu)),
         readers=_readers(tile, gpu.processors // tile.blocks),
+        beyond=_beyond(p, tile),
     )
 
 
@@ -322,32 +323,36 @@ def _times(
     p: Product, tile: Tile, whole: Work, cut: Iterable[int], gpu: Gpu, has: Warpgroups
 ) -> Iterator[tuple[int, float]]:
     """What the kernel of a tile takes in so many pieces each; in several it pays for its partial sums."""
-    parts: Callable[[int, int, float], float] | None = None
+    clocks: dict[bool, Callable[[int, int, float], float]] = {}
     for pieces in cut:
         if pieces == 1:
             yield 1, lasts(whole, gpu)
             continue
-        if parts is None:
+        if (alone := _alone(p, tile, gpu, pieces)) not in clocks:
             count, (outer, inner) = len(p.sites), steps(p, tile)
             sums = count * results(p).points
             least = whole.least - results(p).moved + 4 * sums
-            part = whole._replace(results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu))
-            parts, states = clock(part, gpu), has.parts_states if promotes(p) else has.states
+            part = whole._replace(
+                results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu),
+                fetched=_fetched(p, tile, has, alone),
+            )  # fmt: skip
+            clocks[alone], states = clock(part, gpu), has.parts_states if promotes(p) else has.states
             walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
         readers = (most if most < walkers / pieces else walkers / pieces) / rows
-        time = parts(whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
+        time = clocks[alone](whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
         yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
 
 
-def _overhang(p: Product, tile: Tile, has: Warpgroups) -> float:
-    """As many bytes of memory as take the time of what boxes have beyond the end of an operand, for all tiles."""
+def _beyond(p: Product, tile: Tile) -> float:
+    """Bytes beyond the end of an operand that boxes bring to all blocks: those of a cluster do not share them."""
     facts = facts_of(p)
     found = 0.0
-    for a, others in zip((tile.rows, tile.columns), reversed(tile.clusters), strict=True):
-        if beyond := -a.extent % tile.covered(a):
+    sides = (tile.rows, tile.clusters[1], tile.columns), (tile.columns, tile.clusters[0], tile.rows)
+    for a, clusters, other in sides:
+        if rows := -a.extent % tile.covered(a):
             size = sum(x.size for x in facts.sources if a in x.free)
-            found += size * beyond * facts.deep * facts.batch * others
-    return found * has.overhang
+            found += size * rows * facts.deep * facts.batch * clusters * (2 if tile.split is other else 1)
+    return found
 
 
 def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -399,18 +404,18 @@ def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
     return MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
 
 
-def _least(p: Product, tile: Tile, has: Warpgroups) -> float:
-    """Bytes of memory that are touched."""
-    return facts_of(p).bytes + results(p).moved + _overhang(p, tile, has)
+def _alone(p: Product, tile: Tile, gpu: Gpu, pieces: int = 1) -> bool:
+    """Whether there is a block for every other processor at most: the two share their way to the cache."""
+    return _clusters(p, tile) * tile.blocks * pieces <= gpu.processors // 2
 
 
-def _fetched(p: Product, tile: Tile, has: Warpgroups) -> float:
+def _fetched(p: Product, tile: Tile, has: Warpgroups, alone: bool) -> float:
     """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
     found = 0.0
     for x in facts_of(p).sources:
         shared = tile.split is not None and tile.split not in x.free
         size: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
-        found += size / (2 if shared else 1) * (has.straddling if x.straddles else 1)
+        found += size / (2 if shared else 1) * (has.straddling[not alone] if x.straddles else 1)
     return found
 
 

@@ -38,7 +38,8 @@ class Work(NamedTuple):
     numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. A warpgroup
     makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
     for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
-    tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs.
+    tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs. Of
+    what boxes bring in all, so many bytes lie `beyond` the ends of operands.
     """
 
     m: int
@@ -65,6 +66,7 @@ class Work(NamedTuple):
     turns: bool = False
     hidden: float = HIDDEN
     read: float = 0.0
+    beyond: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -90,7 +92,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks if work.read else 0.0)
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
-    cluster = has.cluster if blocks > 1 and not work.shared else 0
+    begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0) + work.beyond / gpu.memory
 
     def time(tiles: int, steps: int, readers: float) -> float:
         at_once = tiles if tiles < walkers else walkers
@@ -102,12 +104,12 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         step = max(arithmetic, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
-        found = has.fill + beside
+        found = begin + beside
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
             if wave and count:
                 flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
                 found += count * max(products + results - beside, least / tiles * wave / (memory * flying))
-        return found + cluster
+        return found
 
     return time
 
