@@ -308,6 +308,9 @@ class _Fusion:
         if not reads_it and self.multiply_apart(merged, first):
             self._skip("merge", f"{first.name} with {second.name}", "what one multiplies, the other does not")
             return False
+        if self.rates.matrix and multiplied_under_windows(merged.form) > 1:
+            self._skip("merge", f"{first.name} with {second.name}", "both multiply under windows")
+            return False
         if not reads_it and self.rates.matrix and self._multiplied_no_more(merged, first, second):
             why = f"a product would be none: {no_product(merged.form)}"
             self._skip("merge", f"{first.name} with {second.name}", why)
@@ -365,10 +368,8 @@ class _Fusion:
 
     def _multiply_apart(self, merged: l.Kernel, first: l.Kernel) -> bool:
         """Whether matrix instructions compute products of both, of which no operand of one is an operand of the other:
-        a tile would have twice the sums, so be half as large, and read no less. Or of which one lies under a window.
+        a tile would have twice the sums, so be half as large, and read no less.
         """
-        if self.rates.matrix and multiplied_under_windows(merged) > multiplied_under_windows(first) > 0:
-            return True
         sides: tuple[set[Any], set[Any]] = set(), set()
         for s in merged.stores:
             found = [x for x in topological([s]) if isinstance(x, l.Reduce) and on_matrix(x, self.rates)]

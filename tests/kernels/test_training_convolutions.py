@@ -1,0 +1,114 @@
+"""Convolutions in training steps: what norms and views lie between, what several of them read, and which are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+
+from terrazzo.front.capture import capture
+from terrazzo.ir.dialects import loop as l
+from terrazzo.options import Options
+from terrazzo.pipelines import Lowering, lowering
+
+
+def chosen(fn: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype, libraries: str = "auto") -> Lowering:
+    """A program lowered for tensors of shapes that hold nothing."""
+    given = tuple(torch.empty(s, dtype=dtype, device="meta") for s in shapes)
+    return lowering(capture(fn, given).program, Options(target="sm_90a", libraries=libraries))
+
+
+def called(found: Lowering) -> list[str]:
+    return [s.name for s in found.loop.steps if isinstance(s, l.Call)]
+
+
+def instructions(found: Lowering) -> list[str]:
+    """What multiplies in the kernels of a program, in order."""
+    sites = [site for _, s in found.at("tile").schedules for site in s.sites if site.instruction]
+    return [site.instruction for site in sites]
+
+
+def gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of a function of tensors, given its results' last."""
+    return lambda *given: torch.func.vjp(fn, *given[:-1])[1](given[-1])
+
+
+def two(x: Any, w: Any, u: Any) -> Any:
+    return F.conv2d(F.relu(F.conv2d(x, w, padding=1)), u, padding=1)
+
+
+def normed(x: Any, w: Any, u: Any) -> Any:
+    return F.conv2d(F.silu(F.group_norm(F.conv2d(x, w, padding=1), 8)), u, padding=1)
+
+
+WIDE = (32, 64, 56, 56), (64, 64, 3, 3), (64, 64, 3, 3), (32, 64, 56, 56)
+
+
+@pytest.mark.parametrize("fn", (two, normed))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_training_step_calls_no_library_where_ours_are_faster(fn: Any, dtype: torch.dtype) -> None:
+    """Every product runs on tensor cores, what a norm stores in groups of channels is read as images."""
+    found = chosen(gradients(fn), *WIDE, dtype=dtype)
+    assert not called(found)
+    assert len(on := instructions(found)) >= 5
+    assert all(x.startswith("wgmma") for x in on)
+
+
+def test_what_norms_store_in_groups_is_stored_as_convolutions_read_it() -> None:
+    torch.manual_seed(0)
+    given = tuple(torch.randn(s) for s in ((2, 16, 6, 6), (16, 16, 3, 3), (16, 16, 3, 3), (2, 16, 6, 6)))
+    found = lowered(gradients(normed), given, "sm_90a", libraries="never")
+    fired = [e.reason for e in found.lowering.log.events if e.rule == "dimensions_of_products" and e.fired]
+    assert any("is stored as f32[2, 16, 6, 6]" in why for why in fired)
+    exact = gradients(normed)(*(x.double() for x in given))
+    for x, y in zip(found.simulated(), exact, strict=True):
+        assert np.abs(x - y.numpy()).max() <= 1e-5 * y.abs().max()
+
+
+def test_convolutions_under_several_windows_are_kernels_of_their_own() -> None:
+    """As of rates of dilation that read one image: a tile has the sums of one."""
+
+    def rates(x: Any, *filters: Any) -> Any:
+        return tuple(F.conv2d(x, w, padding=d, dilation=d) for w, d in zip(filters, (2, 4, 6), strict=True))
+
+    found = chosen(rates, (4, 256, 64, 64), *[(256, 256, 3, 3)] * 3, dtype=torch.float32, libraries="never")
+    assert all(x.startswith("wgmma") for x in instructions(found))
+    sums = [len(s.carried) for s in found.loop.steps if isinstance(s, l.Kernel) and s.carried]
+    assert sums == [1] * len(sums)
+    assert len(sums) >= 3
+
+
+def test_what_is_given_as_a_sequence_is_copied_as_the_image_it_is_read_as() -> None:
+    """Rows of a sequence folded into periods, as of time series."""
+
+    def folded(x: Any, w: Any) -> Any:
+        n, length, c = x.shape
+        return F.conv2d(x.transpose(1, 2).reshape(n, c, length // 24, 24), w, padding=2)
+
+    found = chosen(folded, (32, 192, 64), (64, 64, 5, 5), dtype=torch.float32, libraries="never")
+    assert all(x.startswith("wgmma") for x in instructions(found))
+    fired = [e.reason for e in found.log.events if e.rule == "dimensions_of_products" and e.fired]
+    assert fired == ["f32[32, 192, 64] is copied as f32[32, 8, 24, 64]"]
+    torch.manual_seed(0)
+    given = torch.randn(2, 48, 16), torch.randn(16, 16, 5, 5)
+    small = lowered(folded, given, "sm_90a", libraries="never")
+    exact = folded(*(x.double() for x in given))
+    assert np.abs(small.simulated()[0] - exact.numpy()).max() <= 1e-5 * exact.abs().max()
+
+
+def test_sums_over_images_in_two_orders_copy_one() -> None:
+    """The sums of a norm's gradient, of an image that is stored row by row and of another whose channels are last."""
+
+    def sums(x: Any, y: Any) -> Any:
+        return (x.float() * y.float()).sum((0, 2, 3))
+
+    x = torch.empty(32, 256, 56, 56, dtype=torch.bfloat16, device="meta")
+    given = (x, x.to(memory_format=torch.channels_last))
+    found = lowering(capture(sums, given).program, Options(target="sm_90a", libraries="never"))
+    read = [b for s in found.loop.steps if isinstance(s, l.Kernel) and s.carried for b in s.reads if b.type.rank == 4]
+    assert len({b.type.element_strides for b in read}) == 1
