@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
     assert max(c.lost for c in found) <= 1.2
 
 
-def test_the_model_chooses_nearly_the_fastest_of_small_products() -> None:
-    """Of which subtiles of few columns take long to leave."""
-    found = choices(FITS / "h100-small.json", gpu("sm_90a"))
+def test_the_model_chooses_nearly_the_fastest_of_small_products(tmp_path: Path) -> None:
+    """Of which subtiles of few columns take long to leave, as far as they are walked now as they were."""
+    cases = json.loads((FITS / "h100-small.json").read_text())["cases"]
+    few = tmp_path / "walked.json"
+    few.write_text(json.dumps({"cases": [c for c in cases if walked(c) == walked(c, (8, 4, 2, 1))]}))
+    found = choices(few, gpu("sm_90a"))
     assert len(found) == 11 and max(c.lost for c in found) <= 1.08
     assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.02
 
@@ -45,12 +49,12 @@ def test_the_model_chooses_nearly_the_fastest_where_tiles_hardly_fill_the_machin
     assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.02
 
 
-def walked(case: dict[str, Any]) -> int:
+def walked(case: dict[str, Any], groups: Sequence[int] = GROUPS) -> int:
     """How many rows of tiles are walked together."""
     size = case["tile"][1 if case["turned"] else 0]
     pairs = case["cluster"] == ("columns" if case["turned"] else "rows")
     rows = -(-case["m"] // (2 * size if pairs else size))
-    return next(g for g in GROUPS if rows % g == 0)
+    return next(g for g in groups if rows % g == 0)
 
 
 def test_shapes_are_a_row_for_each_group() -> None:

@@ -32,8 +32,8 @@ BOTH = 0.8
 x 176, which are eleven subtiles (H200), and 24.1 in those of 192, which are three (H100).
 """
 WHOLE = 0.5
-"""What is left of it where rows of subtiles are whole lines of memory, as those of results that are turned are: 448 x
-1024 x 4096 took 7.9 us in tiles of 64 x 224 and 9.2 in 64 x 240, which are eight subtiles more (H200,
+"""The same of one warpgroup where rows of subtiles are whole lines of memory, as those of results that are turned are:
+448 x 1024 x 4096 took 7.9 us in tiles of 64 x 224 and 9.2 in 64 x 240, which are eight subtiles more (H200,
 benchmarks/fits/h200-order.json).
 """
 
@@ -71,8 +71,8 @@ def result_rate(p: Product, t: Tile, has: Warpgroups) -> float:
         return has.direct * min(size / 4, 1.0) * (TURNING if turned and size < 4 else 1.0)
     if by != "tma":
         return has.rows
-    columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * (BOTH if t.groups > 1 else 1.0)
-    waited *= WHOLE if _turned(p, t) else 1.0
+    left = BOTH if t.groups > 1 else WHOLE if _turned(p, t) else 1.0
+    columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * left
     size, more = 2 * t.m * columns, columns // t.width - ceil(columns, WIDE)
     return size / (size / has.gathered + more * waited)
 

@@ -340,6 +340,9 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     gathering = GATHERED if kind and gathered(p) else 1.0
     time = max(arithmetic, traffic / gpu.cache, least / gpu.memory, latency) * gathering
     time += has.fill + gpu.wave * (waves - 1) if has else gpu.launch
+    if has and not by:  # what boxes bring from beyond the ends of operands, as in `warpgroups`
+        m, n = -p.m.extent % t.m * down, -p.n.extent % t.n * beside
+        time += batch * depth * size * (m * ceil(p.n.extent, t.n) + n * ceil(p.m.extent, t.m)) / gpu.memory
     time += 0.75 * results(p).moved / gpu.memory + (0.0 if kind else _scattered(t, p) / gpu.cache)
     time += busiest * pieces * after(p, ceil(results(p).points, blocks), has) if has else _computing(p, gpu)
     if pieces > 1:
