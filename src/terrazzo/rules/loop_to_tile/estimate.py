@@ -134,9 +134,11 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 @lru_cache(maxsize=1024)
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
-    if found is None:  # of a product, no tile can be derived
-        found = estimate(kernel, gpu).time if product(kernel) is None else by_threads(kernel, gpu)
-    return found
+    if found is not None:
+        return found
+    p = product(kernel)
+    # One that no tile can be derived of is left to threads; of several, each has tiles.
+    return by_threads(kernel, gpu) if p is not None and len(p.sites) == 1 else estimate(kernel, gpu).time
 
 
 def _reduced(kernel: l.Kernel, gpu: Gpu) -> float | None:

@@ -21,14 +21,15 @@ from terrazzo.ir.proof import leaves
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, contiguous_strides
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.moves import meeting
 
 PASS, RULE = "store_as_read", "dimensions_of_products"
 
 
 def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -> l.Program:
     """`program` with temporaries stored with a dimension for every stride at which products step through them, where
-    these find places by dividing what is summed over, or all the way across two dimensions. What is given is `copied`
-    so, where asked for and each of its elements is multiplied often.
+    these find places by dividing what is summed over, or all the way across two dimensions. Images that are given are
+    `copied` so, where asked for and each of their elements is multiplied often.
 
     @loop
     def f(x: f32[2, 4, 3], w: f32[5, 8]):
@@ -78,7 +79,7 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
         for x in _operands(kernel):
             if x.buffer.type.strides is None and all(isinstance(e, int) for e in x.buffer.type.shape):
                 shapes.setdefault(x.buffer, set()).add(_shape(x, kernel))
-                often |= {x.buffer} if _times(x, kernel) >= OFTEN else set()
+                often |= {x.buffer} if _is_image(x, kernel) and _times(x, kernel) >= OFTEN else set()
     new: dict[l.Buffer, l.Buffer] = {}
     copies: dict[l.Buffer, l.Buffer] = {}
     taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
@@ -118,6 +119,12 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
 
 OFTEN = 128
 """Products with an element from which on copying it is little beside multiplying it on CUDA cores, one by one."""
+
+
+def _is_image(x: l.Load, kernel: l.Kernel) -> bool:
+    """Whether an operand lies under a window, which no rows of memory are."""
+    p = product(kernel)
+    return p is not None and meeting([x], kernel.axes, p.axes) != (1, 1)
 
 
 def _times(x: l.Load, kernel: l.Kernel) -> int:

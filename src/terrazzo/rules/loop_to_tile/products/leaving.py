@@ -48,7 +48,7 @@ def result_sites(p: Product, t: Tile, by: str) -> Sequence[Site]:
     return [
         Site(
             (s.buffer.name,),
-            ((t.columns.name, (time, Factor("block", width))),),
+            ((axis_name(t.columns), (time, Factor("block", width))),),
             ((s.buffer.name, Operand("smem", (("by", by), ("swizzle", swizzled(2 * _row(s, t)))))),),
         )
         for s in {s.buffer: s for s in p.kernel.stores}.values()
