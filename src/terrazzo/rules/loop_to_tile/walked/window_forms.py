@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -16,7 +17,7 @@ from terrazzo.ir.node import Node, per_node, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f32
 from terrazzo.rules.loop_to_tile.walked.cache_lines import LINE, offset_of, stride_of
-from terrazzo.rules.moves import moves, overlaps, slides
+from terrazzo.rules.moves import meeting, moves, overlaps, slides
 from terrazzo.rules.tile.bodies import flat
 
 SHORT, MANY = 16, 1 << 16
@@ -103,6 +104,8 @@ def form_of(kernel: l.Kernel) -> Form | None:
         return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
+    if any(_over_an_image(r, axes) for r in reduces):
+        return None
     many = math.prod(a.extent for a in axes) >= MANY
     short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
     own = many and all(a in r.free for r in reduces for a in axes)
@@ -114,6 +117,15 @@ def form_of(kernel: l.Kernel) -> Form | None:
     form = Form(kernel, axes, terms, loops)
     pairs = form.crossed and known == len(axes) - 1 and all(map(_exact, reduces))
     return form if moved or short or pairs else None
+
+
+def _over_an_image(r: l.Reduce, axes: Sequence[Any]) -> bool:
+    """Whether a long sum is over the points of an image under a few taps, as of a filter's gradient: threads share it,
+    since there are few of its results.
+    """
+    loads = [x for x in topological(r.args) if isinstance(x, l.Load)]
+    results, summed = meeting(loads, axes, r.axes)
+    return math.prod(a.extent for a in r.axes) > SHALLOW and results < summed
 
 
 def crosses(r: l.Reduce) -> bool:
