@@ -21,6 +21,7 @@ from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange
 from terrazzo.front.segments import in_segments, run_by_pytorch
+from terrazzo.front.twice import Twice
 from terrazzo.front.unfolded import unfold_by_views, windows
 from terrazzo.front.written import writes
 from terrazzo.options import Options
@@ -71,6 +72,10 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
         return _graph(graph, replace(options, dump=dump), views, static)
 
+    def forward(graph: Any, inputs: Sequence[Any]) -> Any:
+        twice.learn(graph)
+        return compiler(graph, inputs)
+
     def inference(graph: Any, inputs: Sequence[Any]) -> Any:
         return compiler(graph, inputs, static=_only_read(static) if options.freezing else ())
 
@@ -78,6 +83,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         """Gradients are tensors of their own."""
         return torch._dynamo.disable(compiler(graph, inputs, views=False))
 
+    twice = Twice(gm, _warn)
     inline_regions(gm)
     drop_nothing(gm)
     _define(gm)
@@ -85,16 +91,17 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     unfold_by_views(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
-            return aot_module_simplified(
+            compiled = aot_module_simplified(
                 gm,
                 example_inputs,
-                fw_compiler=compiler,
+                fw_compiler=forward,
                 bw_compiler=torch._dynamo.disable(backward),  # called, and what it made, within code that dynamo traces
                 inference_compiler=inference,
                 decompositions=table(),
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),
                 keep_inference_input_mutations=True,
             )
+            return twice.around(compiled)
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
         return gm

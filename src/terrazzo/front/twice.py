@@ -1,0 +1,234 @@
+"""Gradients of gradients. What AOTAutograd compiles is differentiable once: what it gives back under
+`create_graph=True` is tied to some of what it depends on, or to nothing, so that second derivatives are an error, or
+parts of them are missing without a word. Here PyTorch computes such gradients, from the graph that was compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from terrazzo.errors import Limitation
+from terrazzo.front.drawn import draws
+from terrazzo.front.written import writes
+
+TOLD = (
+    "gradients with a graph of their own (create_graph=True) of a compiled graph: PyTorch computes them, from the "
+    "graph as it was traced, each time. torch.func.grad within the compiled function is compiled"
+)
+
+
+@dataclass
+class Twice:
+    """A graph of Dynamo's whose gradients may be asked for with a graph of their own. It is run again for them, among
+    what it was compiled among (`autocast`), which Dynamo guards.
+
+    `draws` is whether it draws random numbers, `changed` says which inputs it writes to, `reads` whether other results
+    depend on the old values of these, which are no longer there.
+    """
+
+    gm: Any
+    tell: Callable[[str], None]
+    draws: bool = False
+    changed: frozenset[int] = frozenset()
+    reads: bool = False
+    autocast: tuple[tuple[str, Any, bool], ...] = field(default_factory=lambda: _autocast())
+
+    def learn(self, forward: Any) -> None:
+        """Take from the ATen graph of the forward pass what has to be known to run it again."""
+        import torch
+
+        context = torch._guards.TracingContext.try_get()
+        known = context.fw_metadata.input_info if context and context.fw_metadata else []
+        self.draws = any(map(draws, forward.graph.nodes))
+        self.changed = frozenset(k for k, x in enumerate(known) if x.mutates_data or x.mutates_metadata)
+        self.reads = bool(self.changed) and _reads_what_it_writes(forward, self.changed)
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, whose results notice when gradients with a graph of their own are asked for."""
+        import torch
+
+        again = torch._dynamo.disable(self._again)
+
+        def call(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return compiled(*args)
+            given = _Given(args, self.changed, self.draws)
+            before = torch.autograd._get_sequence_nr()
+            results = compiled(*args)
+            if node := _node([*results, *(args[k] for k in self.changed if k < len(args))], before):
+                of = {r.output_nr: k for k, r in enumerate(results) if getattr(r, "grad_fn", None) is node}
+                node.register_hook(partial(again, given, of))
+            return results
+
+        return call
+
+    def _again(self, given: _Given, of: dict[int, int], found: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        """The gradients `found` of the tangents of results, with a graph of their own if that is asked for. `of` says
+        which results of the graph the results of the compiled function are.
+        """
+        import torch
+
+        if not torch.is_grad_enabled():
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                given.forget()
+            return None
+        self.tell(TOLD)
+        if self.reads or any(t is not None and k not in of for k, t in enumerate(tangents)):
+            raise _refusal("it writes to its inputs, or its results share memory")
+        inputs = given.tensors()
+        edges = torch._C._current_autograd_node().next_functions
+        places = {j: k for j, edge in enumerate(edges) if edge[0] for k, x in enumerate(inputs) if _is_at(x, edge)}
+        if len(places) < sum(edge[0] is not None for edge in edges):
+            raise _refusal("inputs that it writes to, or that it holds itself, have gradients")
+        # an input may depend on another, which is not to be part of its gradient here
+        apart = {k: inputs[k].view_as(inputs[k]) for k in places.values()}
+        with self._as_then(given):
+            results = self.gm(*(apart.get(k, x.clone() if k in self.changed else x) for k, x in enumerate(inputs)))
+        asked = [(results[of[k]], t) for k, t in enumerate(tangents) if t is not None and results[of[k]].requires_grad]
+        outputs, weights = zip(*asked, strict=True)
+        made = torch.autograd.grad(outputs, [*apart.values()], weights, create_graph=True, allow_unused=True)
+        gradients = dict(zip(apart, made, strict=True))
+        if self.draws and not all(_near(found[j], gradients[k]) for j, k in places.items()):
+            raise _refusal("it draws random numbers, and others when it is run again")
+        return tuple(gradients[places[j]] if j in places else x for j, x in enumerate(found))
+
+    @contextmanager
+    def _as_then(self, given: _Given) -> Iterator[None]:
+        """Within this, random numbers and types are those of the call."""
+        import torch
+
+        with ExitStack() as stack:
+            for device, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            if given.drawn:
+                stack.enter_context(torch.random.fork_rng([d for d in given.drawn if d != "cpu"]))
+                for device, state in given.drawn.items():
+                    if device == "cpu":
+                        torch.set_rng_state(state)
+                    else:
+                        torch.cuda.set_rng_state(state, device)
+            yield
+
+
+class _Given:
+    """The arguments of a call, kept for as long as gradients may be asked for. Tensors that depend on others are kept
+    as those which PyTorch saves: a tensor that is written to later, and depends on the call then, would hold itself.
+    """
+
+    def __init__(self, args: Sequence[Any], changed: frozenset[int], drawing: bool) -> None:
+        import torch
+
+        tensors = [(k, x) for k, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        self.kept: list[Any] = [*args]
+        self.versions = [(k, x._version) for k, x in tensors if not x.is_inference()]
+        self.deep: dict[int, Any] = {k: x for k, x in tensors if x.grad_fn is not None and k not in changed}
+        self.drawn: dict[Any, Any] = {}
+        for k, x in tensors:
+            if not x.requires_grad:
+                self.kept[k] = x.detach()
+            elif x.grad_fn is not None:
+                self.kept[k] = None
+        self.saved = _saving().apply(*self.deep.values()).grad_fn if self.deep else None
+        self.deep = dict.fromkeys(self.deep)
+        self.changed = changed
+        if drawing:
+            self.drawn["cpu"] = torch.get_rng_state()
+            for device in {x.device for _, x in tensors if x.is_cuda}:
+                self.drawn[device] = torch.cuda.get_rng_state(device)
+
+    def forget(self) -> None:
+        """Let go of the tensors, as PyTorch does of those it saved."""
+        self.kept, self.saved = [], None
+
+    def tensors(self) -> list[Any]:
+        """The arguments, with what they depend on. RuntimeError, as PyTorch's, if they were written to since."""
+        if not self.kept:
+            raise RuntimeError("a compiled graph is gone backward through a second time: specify retain_graph=True")
+        found = [*self.kept]
+        for k, x in zip(self.deep, self.saved.saved_tensors if self.saved else (), strict=True):
+            found[k] = x
+        if any(found[k]._version != v for k, v in self.versions if k not in self.changed):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                "input of a compiled graph, whose gradient was asked for with create_graph=True"
+            )
+        return found
+
+
+@cache
+def _saving() -> Any:
+    """A function of PyTorch's that saves what it is given, made once PyTorch is there."""
+    import torch
+
+    class Saving(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *tensors: Any) -> Any:
+            ctx.save_for_backward(*tensors)
+            return torch.empty(0)
+
+    return Saving
+
+
+def _node(tensors: Sequence[Any], before: int) -> Any:
+    """The node of a compiled function that tensors depend on, of those made since the sequence number `before`."""
+    open_ = [f for t in tensors if (f := getattr(t, "grad_fn", None))]
+    seen = set()
+    while open_:
+        node = open_.pop(0)
+        if node in seen or node._sequence_nr() < before:
+            continue
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        seen.add(node)
+        open_ += [f for f, _ in node.next_functions if f]
+    return None
+
+
+def _is_at(x: Any, edge: tuple[Any, int]) -> bool:
+    """Whether gradients of a tensor go along an edge."""
+    node, place = edge
+    if getattr(x, "grad_fn", None) is None:
+        return x is not None and getattr(node, "variable", None) is x
+    return x.grad_fn is node and x.output_nr == place
+
+
+def _near(one: Any, other: Any) -> bool:
+    """Whether gradients are the same but for rounding: other random numbers make others, most of them by far."""
+    if one is None or other is None:
+        return (one is other) or not (one if other is None else other).any()
+    one, other = one.detach().double(), other.detach().double()
+    return bool((one - other).norm() <= 0.1 * other.norm() + 1e-30)
+
+
+def _reads_what_it_writes(forward: Any, changed: frozenset[int]) -> bool:
+    """Whether results of an ATen graph depend on inputs that it writes to, the new values of these aside."""
+    (output,) = forward.graph.find_nodes(op="output")
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    try:
+        written = writes(forward)
+    except Limitation:
+        return True
+    if {w.old for w in written} != {placeholders[k] for k in changed}:
+        return True
+    reached = {w.old for w in written}
+    for node in forward.graph.nodes:
+        if any(x in reached for x in node.all_input_nodes):
+            reached.add(node)
+    return any(x in reached for x in output.all_input_nodes if all(x not in (w.new, w.node) for w in written))
+
+
+def _autocast() -> tuple[tuple[str, Any, bool], ...]:
+    import torch
+
+    return tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in ("cpu", "cuda"))
+
+
+def _refusal(why: str) -> Limitation:
+    return Limitation(
+        f"gradients with a graph of their own (create_graph=True) of a compiled graph: {why}. Compute the inner "
+        "gradient within the compiled function by torch.func.grad, or leave the function out by torch.compiler.disable"
+    )
