@@ -132,7 +132,7 @@ class _Given:
                 self.kept[k] = x.detach()
             elif x.grad_fn is not None:
                 self.kept[k] = None
-        self.saved = _saving().apply(*self.deep.values()).grad_fn if self.deep else None
+        self.saved = _saving().apply(*self.deep.values()) if self.deep else None
         self.deep = dict.fromkeys(self.deep)
         self.changed = changed
         if drawing:
@@ -149,7 +149,8 @@ class _Given:
         if not self.kept:
             raise RuntimeError("a compiled graph is gone backward through a second time: specify retain_graph=True")
         found = [*self.kept]
-        for k, x in zip(self.deep, self.saved.saved_tensors if self.saved else (), strict=True):
+        deep = () if self.saved is None else self.saved.grad_fn.saved_tensors
+        for k, x in zip(self.deep, deep, strict=True):
             found[k] = x
         if any(found[k]._version != v for k, v in self.versions if k not in self.changed):
             raise RuntimeError(
