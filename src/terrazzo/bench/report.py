@@ -252,9 +252,7 @@ def _choices(fits: Sequence[Path]) -> list[str]:
 LIBRARIES = """By the model of an H200, with `libraries="auto"`, the default; `terrazzo bench libraries` counts anew.
 An op is called where its library is faster than our kernels by 1.25 times or more, what it costs that nothing can be
 fused into it included; what libraries reach is in `hw/library.py`. `terrazzo explain` names each with both prices.
-Gradients of convolutions are called whatever the prices are, and counted with these: in whole programs ours are not
-known to be faster. What is measured on this page is measured with `libraries="never"`. Ops without a kernel are called
-in any case.
+What is measured on this page is measured with `libraries="never"`. Ops without a kernel are called in any case.
 """.splitlines()
 
 

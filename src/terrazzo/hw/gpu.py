@@ -116,7 +116,7 @@ how much is lost by what is chosen of 461 schedules of 34 products, of which 176
 (benchmarks/fits/h200-order.json): 300 x 1000 x 1000 took 5.4 us in 64 tiles of 64 x 80, and 6.2 in 80 of 64 x 64; 320 x
 1024 x 1024 4.2 and 4.1. So is that what boxes bring from beyond the ends of operands takes as long as memory needs for
 as much, whatever else is done: with 0, 32 and 48 of 448 rows beyond the end tiles of 64 x 224 took 7.9, 8.4 and 9.4 us.
-What is chosen of these takes 1.3 % longer than the fastest (3.7 before), of h100-small.json 0.1 (5.5), of eight
+What is chosen of these takes 1.6 % longer than the fastest (3.8 before), of h100-small.json 0.1 (5.5), of eight
 products of h100-odd.json 0.4 (8.1), each without tiles that would be walked in another order now. `clusters` is what
 the driver says of blocks with 200,000 bytes of shared memory. `parts` and `parts_states` are fitted to 182 measurements
 of 20 products (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which
