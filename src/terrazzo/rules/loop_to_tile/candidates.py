@@ -216,7 +216,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
     if len(apart) == 1:
         return
-    if sum(_expected(x, gpu) for x in apart) + reading < expected([kernel], gpu):
+    if sum(_expected(x, gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 

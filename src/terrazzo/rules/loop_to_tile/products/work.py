@@ -92,7 +92,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks if work.read else 0.0)
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
-    begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0) + work.beyond / gpu.memory
+    begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
 
     def time(tiles: int, steps: int, readers: float) -> float:
         at_once = tiles if tiles < walkers else walkers
@@ -104,7 +104,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         step = max(arithmetic, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
-        found = begin + beside
+        found = begin + beside + work.beyond / gpu.memory * at_once / tiles  # later waves bring theirs beside others
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
             if wave and count:
                 flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
