@@ -324,9 +324,7 @@ def with_taps(program: Program) -> Any:
     left = t.index_map(image, space, (n, point, a))
     right = t.index_map(image, space, (n, under, b), (under, 5 - under))
     found = lift(Program("tensor", "taps", program.inputs, (t.reduce("sum", t.apply("mul", left, right), [3, 4]),)))
-    stored = [s for s in found.steps if s.writes[0].type.shape == shape]
-    rest = _in_one(loop.Program(found.name, found.inputs, found.steps[len(stored) :], found.results))
-    return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
+    return _but(found, shape)
 
 
 def with_groups(program: Program) -> Any:
@@ -338,9 +336,7 @@ def with_groups(program: Program) -> Any:
     a, b, r = t.coordinates((6, 6, 8))
     sides = [t.index_map(image, (6, 6, 8), (r // 4, r % 4, x)) for x in (a, b)]
     found = lift(Program("tensor", "groups", program.inputs, (t.reduce("sum", t.apply("mul", *sides), [2]),)))
-    stored = [s for s in found.steps if s.writes[0].type.shape == (2, 4, 6)]
-    rest = _in_one(loop.Program(found.name, found.inputs, found.steps[len(stored) :], found.results))
-    return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
+    return _but(found, (2, 4, 6))
 
 
 def with_orders(program: Program) -> Any:
@@ -366,6 +362,13 @@ def with_orders(program: Program) -> Any:
     others = tuple(transform(s, visit, {}) for s in found.steps if s not in kept)
     rest = _in_one(loop.Program(found.name, found.inputs, others, found.results))
     return loop.Program(found.name, found.inputs, (*stored, *map(flat_reductions, rest.steps)), found.results)
+
+
+def _but(found: Any, shape: tuple[int, ...]) -> Any:
+    """What is stored first, in tensors of a shape, and the rest in one kernel."""
+    stored = [s for s in found.steps if s.writes[0].type.shape == shape]
+    rest = _in_one(loop.Program(found.name, found.inputs, found.steps[len(stored) :], found.results))
+    return loop.Program(found.name, found.inputs, (*stored, *rest.steps), found.results)
 
 
 def _in_one(found: Any) -> Any:

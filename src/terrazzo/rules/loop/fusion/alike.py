@@ -10,9 +10,9 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import topological
 from terrazzo.ir.sites import sites
+from terrazzo.rules.moves import meeting
 
 
 def by_axes(first: l.Kernel, second: l.Kernel) -> tuple[l.Kernel, l.Kernel]:
@@ -64,8 +64,7 @@ def _under_window(c: Contraction, axes: set[Any]) -> bool:
     first, second = (x.free & axes for x in c.factors)
     if first <= second or second <= first:
         return False
-    places = [e.free for x in c.operands if isinstance(x, l.Load) for e in x.index if isinstance(e, Expr)]
-    return any(free & axes and free & {*c.reduce.axes} for free in places)
+    return meeting((x for x in c.operands if isinstance(x, l.Load)), axes, c.reduce.axes) != (1, 1)
 
 
 LARGE = 1 << 20

@@ -80,7 +80,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             copy = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
             taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
             copies.append(copy)
-    return _reading(kernel, copies, taken)
+    return reading(kernel, copies, taken)
 
 
 def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kernel, ...]:
@@ -142,7 +142,7 @@ def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kerne
         store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
         made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
         taken[x] = l.Load.make(place, tuple(walked), ())
-    return _reading(kernel, made, taken)
+    return reading(kernel, made, taken)
 
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -193,7 +193,7 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                 room = WIDEST // x.dtype.size
                 copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, room)
             taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
-    return _reading(kernel, copies.values(), taken)
+    return reading(kernel, copies.values(), taken)
 
 
 SMALL = 8
@@ -245,7 +245,7 @@ def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Ker
         if x.buffer not in copies:
             copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
-    return _reading(kernel, copies.values(), taken)
+    return reading(kernel, copies.values(), taken)
 
 
 def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -294,7 +294,7 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
         if x.buffer not in copies:
             copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
         taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
-    return _reading(kernel, copies.values(), taken)
+    return reading(kernel, copies.values(), taken)
 
 
 def across_channels(kernel: l.Kernel) -> dict[l.Load, int]:
@@ -367,7 +367,7 @@ def _digits_uneven(x: l.Load) -> bool:
     return digits and _uneven(x.buffer) is not None
 
 
-def _reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Load]) -> tuple[l.Kernel, ...]:
+def reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Load]) -> tuple[l.Kernel, ...]:
     """Copies, and `kernel` with what is taken from them."""
     if not taken:
         return (kernel,)

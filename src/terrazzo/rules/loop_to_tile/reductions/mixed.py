@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import Node, transformed
+from terrazzo.ir.node import Node
 from terrazzo.rules.loop_to_tile.products import boxes
-from terrazzo.rules.loop_to_tile.products.packed import turned_copy
+from terrazzo.rules.loop_to_tile.products.packed import reading, turned_copy
 from terrazzo.rules.loop_to_tile.reductions.rows import bytes_of, loaded, parts
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, step
 
@@ -65,8 +65,7 @@ def lie_alike(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     (d,) = last
     copies = {x.buffer: turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, d) for x in few}
     taken: dict[Node, l.Load] = {x: l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside) for x in few}
-    stores = transformed(kernel.stores, lambda node: taken.get(node, node))
-    return (*copies.values(), l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
+    return reading(kernel, copies.values(), taken)
 
 
 def worth(kernel: l.Kernel, copies: Sequence[l.Kernel], gpu: Gpu) -> bool:
