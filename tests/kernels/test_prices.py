@@ -24,10 +24,11 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.precision.parts import parts_of
 from terrazzo.rules.loop_to_tile.chains.chain import nested
-from terrazzo.rules.loop_to_tile.products import boxes, products, warpgroup_tiles, warpgroups, work
+from terrazzo.rules.loop_to_tile.products import products, warpgroup_tiles, warpgroups, work
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.reductions import reductions
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 
 HOPPER = gpu("sm_90a")
 
@@ -184,8 +185,8 @@ def test_patches_that_overlap_cost_what_finding_them_does() -> None:
     (maker,) = parse(PATCHES).steps
     (plain_,) = parse(PLAIN).steps
     size = sum(b.type.span for b in (*maker.reads, *maker.writes)) / HOPPER.memory
-    assert boxes.copying(maker, HOPPER) > 7 * size
-    assert boxes.copying(plain_, HOPPER) < 2 * size + HOPPER.launch
+    assert copying(maker, HOPPER) > 7 * size
+    assert copying(plain_, HOPPER) < 2 * size + HOPPER.launch
 
 
 def test_padding_is_no_patches() -> None:
@@ -193,7 +194,7 @@ def test_padding_is_no_patches() -> None:
     text = PLAIN.replace("p=bf16[100352, 9]", "p=bf16[100352, 16]").replace("free(9)", "free(16)")
     (padded,) = parse(text.replace("x[a0, a1]", "x[a0, a1] if a1 < 9 else 0")).steps
     size = sum(b.type.span for b in (*padded.reads, *padded.writes)) / HOPPER.memory
-    assert boxes.copying(padded, HOPPER) < 3 * size + HOPPER.launch
+    assert copying(padded, HOPPER) < 3 * size + HOPPER.launch
 
 
 def test_two_products_of_odd_rows_are_padded() -> None:

@@ -25,7 +25,7 @@ from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, 
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
-from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
+from terrazzo.rules.loop_to_tile.products import apart, image_forms, packed, patches, taps, unpacked, written_out
 from terrazzo.rules.loop_to_tile.reductions import mixed, rows
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
@@ -186,6 +186,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
+    "schedule:filters_by_digits": of(image_forms.filters_by_digits, kernels(image_forms.filters_by_digits)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
     "schedule:factor_apart": of(apart.factor_apart, kernels(apart.factor_apart)),
     "schedule:stores_apart": of(apart.stores_apart, kernels(apart.stores_apart)),

@@ -364,6 +364,33 @@ def with_orders(program: Program) -> Any:
     return loop.Program(found.name, found.inputs, (*stored, *map(flat_reductions, rest.steps)), found.results)
 
 
+def with_shuffles(program: Program) -> Any:
+    """Loop IR of a product of filters with an image whose channels are last, and hold neighbouring pixels."""
+    shape, every = (3, 16, 8), (3, 4, 4, 32)
+    x = next((x for x in program.inputs if x.type.numel), None)
+    if x is None:
+        raise UserError("nothing is given")
+
+    def drawn(f: str, sizes: tuple[int, ...]) -> Any:
+        number = sum(t.coordinates(sizes))
+        return t.apply(f, t.cast(t.index_map(x, sizes, tuple(number % n for n in x.type.shape)), f32))
+
+    a, b, c, r = t.coordinates(every)
+    pixels = t.index_map(drawn("tanh", shape), every, (a, r // 2, r % 2 + b * 2))
+    filters = t.index_map(drawn("neg", (4, 32)), every, (c, r))
+    total = t.reduce("sum", t.apply("mul", pixels, filters), [3])
+    found = CATALOG["fuse:view"].apply(lift(Program("tensor", "shuffles", program.inputs, (total,))))
+    image = next(s for s in found.steps if s.writes[0].type.shape == shape).writes[0]
+    turned = loop.Buffer(image.name, Type(f32, shape, (128, 1, 16)))
+
+    def visit(node: Any) -> Any:
+        return turned if node is image else node
+
+    first, second, *rest = (transform(s, visit, {}) for s in found.steps)
+    product = _in_one(loop.Program(found.name, found.inputs, tuple(rest), found.results))
+    return loop.Program(found.name, found.inputs, (first, second, *product.steps), found.results)
+
+
 def _but(found: Any, shape: tuple[int, ...]) -> Any:
     """What is stored first, in tensors of a shape, and the rest in one kernel."""
     stored = [s for s in found.steps if s.writes[0].type.shape == shape]
@@ -404,6 +431,9 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
         return before, CATALOG[name].apply(before)
     if name == "schedule:lie_alike":
         before = with_orders(program)
+        return before, CATALOG[name].apply(before)
+    if name == "schedule:filters_by_digits":
+        before = with_shuffles(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
         before = with_states(program)

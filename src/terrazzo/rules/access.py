@@ -77,16 +77,18 @@ def boxed(kind: Type, index: tuple[IntExpr, ...]) -> Boxed:
         count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one.index)), 1)
         merged.append(_merged(found[:count]) or found[0])
         del found[:count]
-    bounds = tuple(e for x in merged for e in (x.index, x.extent - 1 - x.index))
     parts = [y for x in merged for y in _every(x)]
+    bounds = {y: (x.index, x.extent - 1 - x.index) for x in merged for y in _every(x) if not y.fixed}
     for n in reversed(range(len(parts) - 1)):  # what no axis walks joins what follows it, where there are too many
         if len(parts) > MOST_DIMENSIONS and parts[n].fixed and (one := _merged(parts[n : n + 2])):
+            bounds.pop(parts[n + 1], None)  # beyond its end the next one begins
             parts[n : n + 2] = [one]
+    inside = tuple(e for x, own in bounds.items() for e in dict.fromkeys((*own, x.index, x.extent - 1 - x.index)))
     if parts == dims:
-        return Boxed(kind, index, bounds)
+        return Boxed(kind, index, inside)
     shape, strides = tuple(x.extent for x in parts), tuple(x.stride for x in parts)
     dense = strides == contiguous_strides(shape)
-    return Boxed(Type(kind.dtype, shape, None if dense else strides), tuple(x.index for x in parts), bounds)
+    return Boxed(Type(kind.dtype, shape, None if dense else strides), tuple(x.index for x in parts), inside)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def box(
 
     The tensor is the buffer, as `boxed` has it, or, `by_axes`, its memory as a tensor that has a dimension for every
     axis of the access and ends where they do: what lies beyond reads as zeros, and nothing is stored there. None is for
-    either, the buffer first. What lies beyond the end of `free` axes may be moved.
+    either, the buffer first. What lies beyond the end of `free` axes may be moved. Where boxes go beyond an axis that
+    walks the first part of a dimension, or one amid others, as of a slice, the tensor ends with it.
     """
     if by_axes is None:
         own, other = box(access, sizes, False, free), box(access, sizes, True, free)
@@ -153,17 +156,27 @@ def box(
         return f"the place of {access.buffer.name}{list(access.index)} in memory is no sum of multiples of axes"
     if isinstance(access, l.Load):
         place = _ending(place, access.inside)
-    sides, along = [], []
-    for e, extent in zip(place.index, place.tensor.static_shape, strict=True):
+    sides, along, shape = [], [], list(place.tensor.static_shape)
+    for d, (e, extent) in enumerate(zip(place.index, place.tensor.static_shape, strict=True)):
         mine = [a for a in sizes if mentions(e, a)]
         if len(mine) > 1 or any(coefficient(e, a) != 1 for a in mine):
             return f"TMA takes one axis with a stride of one along each dimension, not {e}"
         for a in mine:  # at most one
-            if a.extent % sizes[a] and substitute(e, {a: a.extent}) != extent and a not in free:
-                return f"what lies beyond {a} is not beyond the tensor, and TMA would move it"
+            end = substitute(e, {a: a.extent})
+            if a.extent % sizes[a] and end != extent and a not in free:
+                if not isinstance(end, int) or not 0 < end < extent:
+                    return f"what lies beyond {a} is not beyond the tensor, and TMA would move it"
+                shape[d] = end
         sides.append(sizes[mine[0]] if mine else 1)
         along.append(mine[0] if mine else None)
-    return Box(by_axes, place, tuple(sides), tuple(along))
+    return Box(by_axes, _as_far_as(place, shape), tuple(sides), tuple(along))
+
+
+def _as_far_as(place: Boxed, shape: Sequence[int]) -> Boxed:
+    """The same place in a tensor that ends sooner."""
+    if tuple(shape) == place.tensor.static_shape:
+        return place
+    return Boxed(Type(place.tensor.dtype, tuple(shape), place.tensor.element_strides), place.index, place.bounds)
 
 
 def _ending(place: Boxed, inside: Sequence[IntExpr]) -> Boxed:
@@ -175,10 +188,8 @@ def _ending(place: Boxed, inside: Sequence[IntExpr]) -> Boxed:
             if isinstance(last, int) and 0 <= last < shape[d] and e not in bounds:
                 shape[d] = last + 1
                 bounds.append(e)
-    if len(bounds) == len(place.bounds):
-        return place
-    kind = Type(place.tensor.dtype, tuple(shape), place.tensor.element_strides)
-    return Boxed(kind, place.index, tuple(bounds))
+    there = _as_far_as(place, shape)
+    return Boxed(there.tensor, there.index, tuple(bounds))
 
 
 def _by_axes(access: l.Load | l.Store) -> Boxed | None:

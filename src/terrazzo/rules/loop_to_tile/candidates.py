@@ -55,7 +55,8 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     yield from _chains(kernel, gpu, pinned, pick)
     yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
     apart = digits_apart(kernel)
-    if product(kernel) is None and product(apart) is not None:  # an axis of which both factors know a part, as of heads
+    if product(kernel) is None and (product(apart) is not None or _columns_are_digits(kernel, apart)):
+        # an axis of which both factors know a part, as of heads; or which memory runs along in part
         yield from (x.after(("digits_apart", kernel, (apart,))) for x in candidates(apart, gpu, pinned, pick))
     if (p := product(kernel)) is not None:
         sums = [c.reduce for c in p.sites]
@@ -145,6 +146,11 @@ def _sums_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule],
 def _soonest(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of the best tiles of a product, whose operands may be stored first, by the model."""
     return min(_best(kernel, gpu), after(kernel, p, gpu))
+
+
+def _columns_are_digits(kernel: l.Kernel, apart: l.Kernel) -> bool:
+    """Whether memory runs along a digit of an axis of rows, as along channels among which pixels were shuffled."""
+    return apart is not kernel and rows.column(kernel) is None and rows.column(apart) is not None
 
 
 def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:

@@ -16,20 +16,19 @@ from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Mod, at_least, bounds, terms_of
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.expr import bounds
+from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
-from terrazzo.ir.sites import Product, called, loads, product
+from terrazzo.ir.sites import Product, called, product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.leaving import RESULTS
 from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
-from terrazzo.rules.loop_to_tile.products.patches import patches
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import STEP, Work, facts_of, lasts
-from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid, step
+from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
@@ -121,54 +120,6 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
 
 def _along(x: l.Load | l.Store, axis: Any) -> bool:
     return coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
-
-
-COPIED, UNEVEN, TRANSPOSED, PATCHES, WALKED = 1.1, 2.0, 2.0, 7.6, 2.5
-"""How much longer a copy takes than the memory's rate says: 33.5 MB took 10.7 us on an H200, launch included. Where
-rows begin anywhere, elements come one by one, of which a thread asks for eight at once: an estimate. Where it reads
-along one dimension and writes along another, it was 6.6 with lanes along what is written; with lanes along what is
-read, which store 16 bytes each, half of a sector, it was not measured. Patches that overlap are found by divisions for
-each of their elements: 7 x 7 of 32 x 3 x 224 x 224 in bfloat16, 118 MB, took 233 us. Where threads go from one to the
-next, an element takes 9 instructions and not 75, 19 us in all there, beside 33 for the memory: counted, not measured.
-"""
-
-
-def copying(kernel: l.Kernel, gpu: Gpu) -> float:
-    """Nanoseconds of a kernel that stores what another one reads, in memory that lies otherwise."""
-    factor = max((_copied(x, s, kernel.axes) for s in kernel.stores for x in loads(s.value)), default=COPIED)
-    if factor == PATCHES and patches(kernel, gpu) is not None:
-        factor = WALKED
-    return gpu.launch + factor * sum(b.type.span for b in (*kernel.reads, *kernel.writes)) / gpu.memory
-
-
-def _copied(load: l.Load, store: l.Store, axes: Sequence[Any]) -> float:
-    digits = _single(load)
-    places = [substitute(e, digits) for e in load.index]
-    overlap = any(sum(map(bool, terms_of(e))) > 1 for e in places)  # padding reads every element once
-    if overlap and math.prod(a.extent for a in axes) > math.prod(load.buffer.type.static_shape) > 1:
-        return PATCHES
-    along = next((a for a in axes if step(store, a) == 1), None)
-    if along is None or (along in load.free and (step(load, along) not in (0, 1) or _in_bits(load, along))):
-        return TRANSPOSED
-    return UNEVEN if load.inside else COPIED
-
-
-def _in_bits(load: l.Load, axis: Any) -> bool:
-    """Whether an axis goes on elsewhere after a few elements, of less than a sector."""
-    terms = topological([e for e in load.index if isinstance(e, Expr)])
-    return any(isinstance(x, Mod) and x.a is axis and at_least(SECTOR - 1 - x.b * load.dtype.size, 0) for x in terms)
-
-
-def _single(load: l.Load) -> dict[Any, int]:
-    """The digits of which a load's conditions leave one value: of r % 2 where r % 2 is 0, as of what was stacked."""
-    found: dict[Any, int] = {}
-    for e in load.inside:
-        terms = {factors: c for factors, c in terms_of(e).items() if factors}
-        if len(terms) == 1 and bounds(e)[1] == 0:
-            ((digit, *more), c), *_ = terms.items()
-            if not more and abs(c) == 1:
-                found[digit] = -terms_of(e).get((), 0) // c
-    return found
 
 
 @dataclass(frozen=True)

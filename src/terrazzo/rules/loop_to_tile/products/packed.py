@@ -5,7 +5,7 @@ that is summed over, or in rows that begin at multiples of 16 bytes; and stored,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -25,8 +25,8 @@ LEAST = 16
 
 def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are not contiguous along the longest axis that both are summed
-    over, or of which rows along it do not all begin at multiples of 16 bytes, and `kernel`, which reads these. Rows of
-    copies do.
+    over, or of which rows along it do not all begin at multiples of 16 bytes, as those of a slice of channels, and
+    `kernel`, which reads these. Rows of copies do.
 
     @loop
     def f(x: f32[2, 9, 3], w: f32[4, 9]):
@@ -72,15 +72,35 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     if not shared:
         return (kernel,)
     depth = max(shared, key=lambda a: (a.extent >= LEAST, all(_contiguous(x, a) for x in loads), a.extent))
-    copies: list[l.Kernel] = []
+    return _copied(kernel, {x: depth for x in loads if not _evenly(x, depth)})
+
+
+def _evenly(x: l.Load, axis: Any) -> bool:
+    """Whether an operand is contiguous along an axis, in rows that begin at multiples of 16 bytes."""
+    return _contiguous(x, axis) and even(x.buffer) and not _begins(x, axis)
+
+
+def _begins(x: l.Load, axis: Any) -> int:
+    """Where rows of a slice begin, along an axis in which they do not so at a multiple of 16 bytes; 0 for others."""
+    first = substitute(x.index[dimension(x, axis) or 0], {axis: 0})
+    return first if _contiguous(x, axis) and isinstance(first, int) and first * x.dtype.size % WIDEST else 0
+
+
+def _copied(kernel: l.Kernel, along: Mapping[l.Load, Any]) -> tuple[l.Kernel, ...]:
+    """Copies of operands with rows that begin at multiples of 16 bytes along an axis of each, and `kernel`, which reads
+    these. Of a slice that begins amid rows it is the slice alone.
+    """
+    copies: dict[tuple[l.Buffer, int], l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
-    for x in loads:
-        if not _contiguous(x, depth) or not even(x.buffer):
-            last = dimension(x, depth) or 0
-            copy = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, pitch=WIDEST // x.dtype.size)
-            taken[x] = l.Load.make(copy.stores[0].buffer, x.index, x.inside)
-            copies.append(copy)
-    return reading(kernel, copies, taken)
+    for x, axis in along.items():
+        last, begins = dimension(x, axis) or 0, _begins(x, axis)
+        part = (begins, size_of(axis)) if begins else None
+        name = f"{kernel.name}_{x.buffer.name}" + (f"_{begins}" if begins else "")
+        if (x.buffer, begins) not in copies:
+            copies[x.buffer, begins] = turned_copy(name, x.buffer, last, pitch=WIDEST // x.dtype.size, part=part)
+        index = tuple(e - begins if d == last else e for d, e in enumerate(x.index))
+        taken[x] = l.Load.make(copies[x.buffer, begins].stores[0].buffer, index, x.inside)
+    return reading(kernel, copies.values(), taken)
 
 
 def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kernel, ...]:
@@ -134,15 +154,21 @@ def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kerne
         inner = (p.m, p.n, *p.axes)  # type: ignore[union-attr]
         if walked[-1] not in inner:  # boxes would have no neighbours in memory
             walked.sort(key=lambda a: inner.index(a) + 1 if a in inner else 0)
-        shape = tuple(a.extent for a in walked)
-        room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
-        strides = ordered_strides(shape, range(len(shape)), room)
-        place = l.Buffer(name, Type(x.dtype, shape, strides))  # type: ignore[attr-defined]
-        axes = [Var(f"a{d}", n) for d, n in enumerate(shape)]
-        store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
-        made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
-        taken[x] = l.Load.make(place, tuple(walked), ())
+        copy, taken[x] = laid_out(name, x, walked, kernel.source)
+        made.append(copy)
     return reading(kernel, made, taken)
+
+
+def laid_out(name: str, x: Any, walked: Sequence[Any], source: Any) -> tuple[l.Kernel, l.Load]:
+    """A kernel that stores an operand with a dimension for each of the axes it walks, in this order, in rows that begin
+    at multiples of 16 bytes; and the operand, read of that.
+    """
+    shape = tuple(a.extent for a in walked)
+    strides = ordered_strides(shape, range(len(shape)), WIDEST // x.dtype.size)
+    place = l.Buffer(name, Type(x.dtype, shape, strides))
+    axes = tuple(Var(f"a{d}", n) for d, n in enumerate(shape))
+    store = l.Store(place, axes, substitute(x, dict(zip(walked, axes, strict=True))))
+    return collapse(l.Kernel(name, axes, (store,), source)), l.Load.make(place, tuple(walked), ())
 
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -250,7 +276,7 @@ def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Ker
 
 def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are contiguous along no axis of their own, with their longest one
-    contiguous, and `kernel`, which reads these.
+    contiguous, and of those whose rows begin elsewhere than at multiples of 16 bytes; and `kernel`, which reads these.
 
     @loop
     def f(g: f32[16, 4, 6], x: f32[16, 8, 6]):
@@ -288,23 +314,42 @@ def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
                         z[a0, a1, a2] = acc0
         return (z,)
     """
-    copies: dict[l.Buffer, l.Kernel] = {}
-    taken: dict[Node, l.Load] = {}
-    for x, last in across_channels(kernel).items():
-        if x.buffer not in copies:
-            copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
-        taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
-    return reading(kernel, copies.values(), taken)
+    return _copied(kernel, {**_uneven_channels(kernel), **_channels_apart(kernel)})
+
+
+def _uneven_channels(kernel: l.Kernel) -> dict[l.Load, Any]:
+    """The operands of a sum of products that are contiguous along an axis of their own factor alone, in rows that do
+    not all begin at multiples of 16 bytes, each with that axis.
+    """
+    p = product(kernel)
+    if p is None or len(p.sites) != 1:
+        return {}
+    first, second = p.factors(p.sites[0])
+    return {
+        x: a
+        for mine, other in ((first, second), (second, first))
+        for a in kernel.axes
+        for x in p.operands
+        if a in mine.free - other.free and isinstance(x, l.Load) and a in x.free
+        if dimension(x, a) is not None and _contiguous(x, a) and not _evenly(x, a) and size_of(a) >= LEAST
+    }
 
 
 def across_channels(kernel: l.Kernel) -> dict[l.Load, int]:
     """What a sum of products reads that is contiguous along no axis of its own factor alone, each with the dimension of
     the longest of these.
     """
+    return {x: d for x, a in _channels_apart(kernel).items() if (d := dimension(x, a)) is not None}
+
+
+def _channels_apart(kernel: l.Kernel) -> dict[l.Load, Any]:
+    """What a sum of products reads that is contiguous along no axis of its own factor alone, each with the longest of
+    these.
+    """
     p = product(kernel)
     if p is None or len(p.sites) != 1:
         return {}
-    found: dict[l.Load, int] = {}
+    found: dict[l.Load, Any] = {}
     first, second = p.factors(p.sites[0])
     for mine, other in ((first, second), (second, first)):
         own = [a for a in kernel.axes if a in mine.free - other.free]
@@ -313,10 +358,7 @@ def across_channels(kernel: l.Kernel) -> dict[l.Load, int]:
         if any(all(_contiguous(x, a) for x in loads) for a in alone):
             continue
         whole = [a for a in alone if all(_wide(x, a) for x in loads)]
-        for x in loads if whole else ():
-            last = dimension(x, max(whole, key=size_of))
-            assert last is not None
-            found[x] = last
+        found |= dict.fromkeys(loads if whole else (), max(whole, key=size_of, default=None))
     return found
 
 
@@ -384,23 +426,31 @@ def _contiguous(x: l.Load, axis: Any) -> bool:
 
 
 def dimension(x: l.Load, axis: Any) -> int | None:
-    """The dimension that an axis walks by itself, or of whose places it is the last digit, where it is in no other."""
+    """The dimension that an axis walks by itself, or of whose places it is the last digit, from wherever these begin,
+    where it is in no other.
+    """
     found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
     if len(found) != 1:
         return None
     terms = dict(terms_of(x.index[found[0]]))
-    return found[0] if terms.pop((axis,), 0) == 1 and not any(c % axis.extent for c in terms.values()) else None
+    alone = terms.pop((axis,), 0) == 1 and not any(c % axis.extent for factors, c in terms.items() if factors)
+    return found[0] if alone else None
 
 
-def turned_copy(name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1) -> l.Kernel:
+def turned_copy(
+    name: str, source: l.Buffer, last: int, room: int = 1, pitch: int = 1, part: tuple[int, int] | None = None
+) -> l.Kernel:
     """A kernel that stores a buffer with one of its dimensions contiguous, in rows of a multiple of `room` elements,
-    and the others as they were. Rows end in zeros. They begin at multiples of `pitch` elements.
+    and the others as they were. Rows end in zeros. They begin at multiples of `pitch` elements. Of that dimension it
+    may be a part: where that begins, and how long it is.
     """
-    shape = [-(-n // room) * room if d == last else n for d, n in enumerate(source.type.static_shape)]
+    first, count = part or (0, source.type.static_shape[last])
+    shape = [-(-count // room) * room if d == last else n for d, n in enumerate(source.type.static_shape)]
     order = [*(d for d in range(len(shape)) if d != last), last]
     axes = [Var(f"a{order.index(d)}", n) for d, n in enumerate(shape)]
     index: tuple[IntExpr, ...] = tuple(axes)
-    inside = (source.type.static_shape[last] - 1 - axes[last],)
-    load = l.Load.make(source, index, () if at_least(*inside, 0) else inside)
+    inside = (count - 1 - axes[last],)
+    read = tuple(e + first if d == last else e for d, e in enumerate(index))
+    load = l.Load.make(source, read, () if at_least(*inside, 0) else inside)
     copy = l.Buffer(name, Type(source.type.dtype, tuple(shape), ordered_strides(shape, order, pitch)))
     return collapse(l.Kernel(name, tuple(axes[d] for d in order), (l.Store(copy, index, load),)))

@@ -16,7 +16,7 @@ from terrazzo.ir.node import substitute, topological, transform, transformed
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.walked.collapse import flat_products
+from terrazzo.rules.loop_to_tile.walked.collapse import as_memory_runs, flat_products
 from terrazzo.rules.loop_to_tile.walked.threads import (
     THREADS,
     WARP,
@@ -37,8 +37,9 @@ WAVES = 2
 
 
 def even_products(kernel: l.Kernel) -> l.Kernel:
-    """A product of what is loaded with its sum over one axis, as `flat_products`, which goes on to a multiple of 16
-    bytes where it ends between two: with zeros, of which nothing is read. What stores its operands stores vectors then.
+    """A product of what is loaded with its sum over one axis, as `flat_products`, in the order in which the image lies
+    in memory; it goes on to a multiple of 16 bytes where it ends between two: with zeros, of which nothing is read.
+    What stores its operands stores vectors then, and reads neighbours.
 
     @loop
     def f(x: f32[2, 18, 9], w: f32[5, 2, 9]):
@@ -66,7 +67,7 @@ def even_products(kernel: l.Kernel) -> l.Kernel:
                     z[a0, a1] = acc0
         return (z,)
     """
-    flat = flat_products(kernel)
+    flat = flat_products(as_memory_runs(kernel, products=True))
     p = product(flat)
     if p is None or len(p.axes) != 1 or not all(isinstance(x, l.Load) for x in p.operands):
         return flat

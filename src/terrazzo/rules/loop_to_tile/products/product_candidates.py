@@ -13,11 +13,11 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.forms import Form, apart, columns_merged, merged, on_warpgroups
-from terrazzo.rules.loop_to_tile.products.packed import packed
+from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
+from terrazzo.rules.loop_to_tile.products.image_forms import image_form
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
-from terrazzo.rules.loop_to_tile.walked.crossed import points
+from terrazzo.rules.loop_to_tile.walked.crossed import copying, points
 from terrazzo.rules.tile.complete import Refused, complete
 
 
@@ -25,17 +25,16 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles,
     those after stored operands among them. Operands are copied first, where memory runs otherwise than boxes do.
     """
-    whole, copies, form, found = _boxes(kernel, p, gpu)
-    if found is None or not (plans := boxes.plans(found, gpu)):
+    form = image_form(kernel, p, gpu)
+    if form is None or not (plans := boxes.plans(form.moved, gpu)):
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
-    first, before = copied(copies, why, gpu, pinned)
+    first, before = copied(form.copies, why, gpu, pinned)
     others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
     for plan in plans:
         if plan.time + before < others:
-            chosen = form, boxes.schedule(found, plan, gpu), "boxes", str(plan)
-            done = joined((first, Candidate((chosen,))))
-            yield done.after(("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+            chosen = form.moved.kernel, boxes.schedule(form.moved, plan, gpu), "boxes", str(plan)
+            yield joined((first, Candidate((chosen,)))).after(*form.rewrites)
 
 
 def by_taps(
@@ -61,18 +60,9 @@ def by_taps(
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
-    _, copies, _, found = _boxes(kernel, p, gpu)
-    plans = boxes.plans(found, gpu) if found is not None else []
-    return min((x.time for x in plans), default=math.inf) + sum(boxes.copying(x, gpu) for x in copies)
-
-
-def _boxes(kernel: l.Kernel, p: Product, gpu: Gpu) -> tuple[l.Kernel, Sequence[l.Kernel], l.Kernel, boxes.Moved | None]:
-    """A product whose filters lie along one axis, the copies of its operands, itself after these, and what it reads at
-    moved places.
-    """
-    whole = columns_merged(kernel, p)
-    *copies, form = packed(whole) if gpu.warpgroups else (kernel,)
-    return whole, copies, form, boxes.moved(form)[0]
+    form = image_form(kernel, p, gpu)
+    plans = boxes.plans(form.moved, gpu) if form is not None else []
+    return min((x.time for x in plans), default=math.inf) + (form.before(gpu) if form is not None else 0.0)
 
 
 def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:
@@ -84,7 +74,7 @@ def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, 
         else:
             form, chosen, _, rewrite = points(x, gpu)
             found.append(Candidate(((form, chosen, "points", why),)).after((rewrite, x, (form,))))
-    return joined(found), sum(boxes.copying(x, gpu) for x in copies)
+    return joined(found), sum(copying(x, gpu) for x in copies)
 
 
 def after(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile.products import boxes, warpgroups
+from terrazzo.rules.loop_to_tile.products import warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import on_warpgroups
 from terrazzo.rules.loop_to_tile.products.making import converted, promotes
 from terrazzo.rules.loop_to_tile.products.packed import padded, stored_first
 from terrazzo.rules.loop_to_tile.products.patches import even_products
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 
 MOST = 1 << 29
 """Elements of an operand that is stored first, at most: patches that overlap are many times what the image is."""
@@ -39,7 +40,7 @@ class Stored:
 
     def before(self, gpu: Gpu) -> float:
         """Nanoseconds of what comes first, by the model."""
-        return sum(boxes.copying(x, gpu) for x in (*self.made, *self.copies))
+        return sum(copying(x, gpu) for x in (*self.made, *self.copies))
 
     def plans(self, gpu: Gpu) -> list[warpgroups.Plan]:
         """In one piece, the best first."""

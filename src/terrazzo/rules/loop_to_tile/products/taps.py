@@ -18,12 +18,13 @@ from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
-from terrazzo.rules.loop_to_tile.products import boxes, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.packed import channels_beside, dimension
 from terrazzo.rules.loop_to_tile.products.results import along, results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
 from terrazzo.rules.loop_to_tile.products.work import STEP
 from terrazzo.rules.loop_to_tile.reductions.split import split
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
 LEAST = 8
@@ -197,7 +198,7 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
     has, taps = gpu.warpgroups, found(form)
     if has is None or taps is None:
         return ()
-    before = sum(boxes.copying(x, gpu) for x in copies)
+    before = sum(copying(x, gpu) for x in copies)
     every: list[Way] = []
     for pieces in _pieces(taps, gpu):
         kernels = taps_apart(form, pieces)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node
-from terrazzo.rules.loop_to_tile.products import boxes
 from terrazzo.rules.loop_to_tile.products.packed import reading, turned_copy
 from terrazzo.rules.loop_to_tile.reductions.rows import bytes_of, loaded, parts
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, step
 
 
@@ -73,8 +73,7 @@ def worth(kernel: l.Kernel, copies: Sequence[l.Kernel], gpu: Gpu) -> bool:
     copied = {b for x in copies for b in x.reads}
     _, _, top = parts(kernel)
     sectors: float = sum(SECTOR / x.dtype.size * bytes_of(x) for x in loaded(top) if x.buffer in copied)
-    copying: float = sum(boxes.copying(x, gpu) for x in copies)
-    return copying < sectors / gpu.cache
+    return sum(copying(x, gpu) for x in copies) < sectors / gpu.cache
 
 
 def _bytes(loads: set[l.Load]) -> int:

@@ -35,6 +35,12 @@ def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
     return best if best is not None and found[best] > along else None
 
 
+def column(kernel: l.Kernel) -> Any:
+    """The axis of rows of a kernel that lanes would take as columns; None where there is none."""
+    outer, _, top = parts(kernel)
+    return column_of(outer, top)
+
+
 def loaded(reduces: Sequence[l.Reduce]) -> list[l.Load]:
     """What reductions read."""
     return [x for x in topological(leaves(reduces)) if isinstance(x, l.Load)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -257,9 +258,9 @@ def flat_reductions(kernel: l.Kernel) -> l.Kernel:
     return _flat(as_memory_runs(kernel), lambda r: contraction(r) is None or not (whole or _in_place(r)))
 
 
-def as_memory_runs(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with the steps of its long reductions in the order in which memory runs through what they read: those of
-    groups of channels go along channels first, where these come last.
+def as_memory_runs(kernel: l.Kernel, products: bool = False) -> l.Kernel:
+    """`kernel` with the steps of its long reductions, or of its sums of `products`, in the order in which memory runs
+    through what they read, or most of it: those of groups of channels go along channels first, where these come last.
 
     @loop
     def f(x: f32[2, 64, 6, 6] @ (2304, 1, 384, 64)):
@@ -283,13 +284,13 @@ def as_memory_runs(kernel: l.Kernel) -> l.Kernel:
                     z[a0, a1] = acc0
         return (z,)
     """
-    stores = transformed(kernel.stores, _as_memory_runs)
+    stores = transformed(kernel.stores, partial(_as_memory_runs, products))
     return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
-def _as_memory_runs(node: Any) -> Any:
+def _as_memory_runs(products: bool, node: Any) -> Any:
     """A reduction of one value, in whatever order, over one axis that runs as memory does."""
-    if not isinstance(node, l.Reduce) or node.monoid.width > 1 or contraction(node) is not None:
+    if not isinstance(node, l.Reduce) or node.monoid.width > 1 or (contraction(node) is not None) is not products:
         return node
     axes, args = l.open_binder(node)
     sizes = [(a, _digits(a, args)) for a in axes]
@@ -299,14 +300,16 @@ def _as_memory_runs(node: Any) -> Any:
     if len(every) < 2 or len(extents) < len(every):
         return node
     inner = [substitute(x, {a: _number(digits[a]) for a in axes}) for x in args]
-    loads = [x for x in topological(inner) if isinstance(x, l.Load) and not x.inside and set(every) <= x.free]
-    if not loads or math.prod(extents) <= SHORT:
+    loads = [x for x in topological(inner) if isinstance(x, l.Load) and set(every) <= x.free]
+    loads = [x for x in loads if products or not x.inside]
+    if not loads or (math.prod(extents) <= SHORT and not products):
         return node
-    steps = [coefficient(flatten(loads[0].index, loads[0].buffer.type.element_strides), d) for d in every]
+    most = max(loads, key=lambda x: math.prod(a.extent for a in x.free)) if products else loads[0]
+    steps = [coefficient(flatten(most.index, most.buffer.type.element_strides), d) for d in every]
     if not all(isinstance(s, int) for s in steps):
         return node
     far: dict[Any, Any] = dict(zip(every, steps, strict=True))
-    ordered = sorted(every, key=lambda d: -far[d])
+    ordered = sorted(every, key=lambda d: -abs(far[d]))
     if ordered == every or far[ordered[-1]] != 1:
         return node
     flat = Var(l.fresh_name(), math.prod(d.extent for d in every))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -33,6 +34,7 @@ from terrazzo.rules.loop_to_tile.walked.threads import (
     warps_of,
     waste,
 )
+from terrazzo.rules.loop_to_tile.walked.touched import touched
 
 LEAST = 8
 """Bytes that a thread stores at once, at least, where that is along few points."""
@@ -46,14 +48,23 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     """A kernel without reductions in the form in which threads compute its points, its schedule, why, and the rewrite
     that led there.
     """
-    if (copy := patches(kernel, gpu)) is not None:
-        return (*copy, "a thread goes from patch to patch with one place in each", "rows_apart")
-    if (found := crossed(kernel, gpu)) is not None:
+    walked = patches(kernel, gpu)
+    found = crossed(kernel, gpu)
+    if found is not None and (walked is None or touched(*walked, gpu) > touched(*found[:2], gpu)):
         return (*found, "digits_apart")
+    if walked is not None:
+        return (*walked, "a thread goes from patch to patch with one place in each", "rows_apart")
     one = collapse(kernel)
     if (rows := _uneven_rows(kernel)) is not None:
         return rows, pointwise(rows, gpu), "a thread is in one row, which begins anywhere", "digits_apart"
     return one, pointwise(one, gpu), "every thread computes points of its own", "collapse"
+
+
+@lru_cache(maxsize=1024)
+def copying(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of a kernel that stores what another one reads, in memory that lies otherwise."""
+    form, schedule, *_ = points(kernel, gpu)
+    return touched(form, schedule, gpu)
 
 
 LONG = 4096

@@ -26,6 +26,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.packed import copied_along
 from terrazzo.rules.loop_to_tile.walked.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.loop_to_tile.walked.threads import POWERS, SECTOR, WARP, divided, waste
 from terrazzo.rules.loop_to_tile.walked.window_forms import (
     POINTS,
@@ -99,7 +100,7 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     for axis in form.lanes:
         *copies, other = copied_along(kernel, axis, 1) if form.crossed else copied_along(kernel, axis)
         if copies and (new := form_of(other)) is not None:
-            before = sum(_copying(x, gpu) for x in copies)
+            before = sum(copying(x, gpu) for x in copies)
             found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
                       for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
     best = min(found, key=lambda w: (w.time, w.busy), default=None)
@@ -139,11 +140,6 @@ def _by_rows(form: Form, gpu: Gpu) -> float:
     waits = max(1.0, gpu.processors * BUSY / rows)
     busy = rows * max(issued, ISSUES * lines) / (gpu.fma / 2 / WARP) * waits
     return max(busy, moved_bytes(form) / gpu.memory) + gpu.launch
-
-
-def _copying(copy: l.Kernel, gpu: Gpu) -> float:
-    size = sum(2 * math.prod(s.buffer.type.static_shape) * s.buffer.type.dtype.size for s in copy.stores)
-    return gpu.launch + size / gpu.memory
 
 
 @dataclass(frozen=True)
