@@ -52,6 +52,7 @@ from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
 from terrazzo.rules.loop.layout.phases import phases_apart
+from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
 from terrazzo.rules.loop.layout.turned import store_turned
 from terrazzo.rules.loop.layout.views import pass_views
@@ -134,7 +135,8 @@ def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
 def _dimensions(p: Any, log: Log, options: Options) -> Any:
     """Operands of products with the dimensions by which these read them, copied where tensor cores multiply them."""
     gpu = target(options.target).gpu
-    return dimensions_of_products(p, log, copied=gpu is not None and gpu.warpgroups is not None)
+    copied = gpu is not None and gpu.warpgroups is not None
+    return dimensions_of_products(pixels_together(p, log) if copied else p, log, copied)
 
 
 def _images(p: Any, log: Log, options: Options) -> Any:

@@ -20,12 +20,12 @@ from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
-from terrazzo.rules.loop.layout import channels, dimensions, layout, lookups, phases, placed, turned
+from terrazzo.rules.loop.layout import channels, dimensions, layout, lookups, phases, pixels, placed, turned
 from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
-from terrazzo.rules.loop_to_tile.products import apart, image_forms, packed, patches, taps, unpacked, written_out
+from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
 from terrazzo.rules.loop_to_tile.reductions import mixed, rows
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
@@ -146,6 +146,7 @@ CATALOG: dict[str, Rewrite] = {
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
+    "store_as_read:pixels_together": of(pixels.pixels_together, lambda p: pixels.pixels_together(p, Log(), often=1)),
     "store_as_read:dimensions_of_products": of(
         dimensions.dimensions_of_products, lambda p: dimensions.dimensions_of_products(p, Log())
     ),
@@ -186,7 +187,6 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),
     "schedule:stored_first": of(packed.stored_first, kernels(packed.stored_first)),
-    "schedule:filters_by_digits": of(image_forms.filters_by_digits, kernels(image_forms.filters_by_digits)),
     "schedule:products_apart": of(apart.products_apart, kernels(apart.products_apart)),
     "schedule:factor_apart": of(apart.factor_apart, kernels(apart.factor_apart)),
     "schedule:stores_apart": of(apart.stores_apart, kernels(apart.stores_apart)),

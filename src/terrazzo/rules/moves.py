@@ -12,7 +12,7 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, terms_of
+from terrazzo.ir.expr import Expr, IntExpr, bounds, terms_of
 from terrazzo.ir.node import topological
 
 
@@ -48,10 +48,24 @@ def meeting(loads: Iterable[l.Load], axes: Collection[Any], steps: Collection[An
     """How many points there are of axes, and of steps, that meet in a dimension: windows over the points of an image
     have fewer steps, and a sum over its points under the taps of a filter has more; (1, 1) where none meet.
     """
-    places = [e.free for x in loads for e in x.index if isinstance(e, Expr)]
-    met: frozenset[Any] = frozenset().union(*(free for free in places if free & {*axes} and free & {*steps}))
-    points, summed = (math.prod(a.extent for a in met & {*some}) for some in (axes, steps))
-    return points, summed
+    places = [e for x in loads for e in x.index if isinstance(e, Expr) and e.free & {*axes} and e.free & {*steps}]
+    met = {f for e in places for factors in terms_of(e) for f in factors if isinstance(f, Expr)}
+
+    def points(some: Collection[Any]) -> int:
+        """Of the axes, or of their digits, as those of pixels that were shuffled among channels."""
+        return math.prod(_values(f) for f in met if f.free & {*some})
+
+    return points(axes), points(steps)
+
+
+MANY = 1 << 20
+"""Values of an axis of unknown size."""
+
+
+def _values(e: Expr) -> int:
+    """How many values an axis has, or a digit of one."""
+    low, high = bounds(e)
+    return high - low + 1 if isinstance(low, int) and isinstance(high, int) else MANY
 
 
 def moves(indices: Sequence[IntExpr], loops: Sequence[tuple[Any, int]]) -> tuple[Move, ...] | None:

@@ -76,10 +76,10 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
     shapes: dict[l.Buffer, set[tuple[int, ...] | None]] = {}
     often: set[l.Buffer] = set()
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
-        for x in _operands(kernel):
+        for x in operands(kernel):
             if x.buffer.type.strides is None and all(isinstance(e, int) for e in x.buffer.type.shape):
                 shapes.setdefault(x.buffer, set()).add(_shape(x, kernel))
-                often |= {x.buffer} if _is_image(x, kernel) and _times(x, kernel) >= OFTEN else set()
+                often |= {x.buffer} if _is_image(x, kernel) and times(x, kernel) >= OFTEN else set()
     new: dict[l.Buffer, l.Buffer] = {}
     copies: dict[l.Buffer, l.Buffer] = {}
     taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
@@ -108,7 +108,7 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
     missing = dict(copies)
     for s in program.steps:
         if isinstance(s, l.Kernel):
-            read = {x: _placed(x, copies[x.buffer]) for x in _operands(s) if x.buffer in copies}
+            read = {x: _placed(x, copies[x.buffer]) for x in operands(s) if x.buffer in copies}
             steps += [_copy(x.buffer, missing.pop(x.buffer)) for x in read if x.buffer in missing]
             stores = tuple(substitute(x, read) for x in s.stores) if read else s.stores
             s = transform(l.Kernel(s.name, s.axes, stores, s.source) if read else s, visit, memo)
@@ -127,7 +127,7 @@ def _is_image(x: l.Load, kernel: l.Kernel) -> bool:
     return p is not None and meeting([x], kernel.axes, p.axes) != (1, 1)
 
 
-def _times(x: l.Load, kernel: l.Kernel) -> int:
+def times(x: l.Load, kernel: l.Kernel) -> int:
     """How often each element of what an operand reads is multiplied."""
     p = product(kernel)
     points = math.prod(a.extent for a in (*kernel.axes, *(p.axes if p else ())) if isinstance(a.extent, int))
@@ -149,7 +149,7 @@ def _copy(source: l.Buffer, copy: l.Buffer) -> l.Kernel:
     return l.Kernel(copy.name, axes, (l.Store(copy, axes, load),))
 
 
-def _operands(kernel: l.Kernel) -> Iterator[l.Load]:
+def operands(kernel: l.Kernel) -> Iterator[l.Load]:
     """The tensors that sums of products of a kernel multiply."""
     p = product(kernel)
     for site in p.sites if p else ():

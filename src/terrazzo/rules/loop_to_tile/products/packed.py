@@ -5,7 +5,7 @@ that is summed over, or in rows that begin at multiples of 16 bytes; and stored,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from typing import Any
 
@@ -154,21 +154,15 @@ def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kerne
         inner = (p.m, p.n, *p.axes)  # type: ignore[union-attr]
         if walked[-1] not in inner:  # boxes would have no neighbours in memory
             walked.sort(key=lambda a: inner.index(a) + 1 if a in inner else 0)
-        copy, taken[x] = laid_out(name, x, walked, kernel.source)
-        made.append(copy)
+        shape = tuple(a.extent for a in walked)
+        room = WIDEST // x.dtype.size  # type: ignore[attr-defined]
+        strides = ordered_strides(shape, range(len(shape)), room)
+        place = l.Buffer(name, Type(x.dtype, shape, strides))  # type: ignore[attr-defined]
+        axes = [Var(f"a{d}", n) for d, n in enumerate(shape)]
+        store = l.Store(place, tuple(axes), substitute(x, dict(zip(walked, axes, strict=True))))
+        made.append(collapse(l.Kernel(name, tuple(axes), (store,), kernel.source)))
+        taken[x] = l.Load.make(place, tuple(walked), ())
     return reading(kernel, made, taken)
-
-
-def laid_out(name: str, x: Any, walked: Sequence[Any], source: Any) -> tuple[l.Kernel, l.Load]:
-    """A kernel that stores an operand with a dimension for each of the axes it walks, in this order, in rows that begin
-    at multiples of 16 bytes; and the operand, read of that.
-    """
-    shape = tuple(a.extent for a in walked)
-    strides = ordered_strides(shape, range(len(shape)), WIDEST // x.dtype.size)
-    place = l.Buffer(name, Type(x.dtype, shape, strides))
-    axes = tuple(Var(f"a{d}", n) for d, n in enumerate(shape))
-    store = l.Store(place, axes, substitute(x, dict(zip(walked, axes, strict=True))))
-    return collapse(l.Kernel(name, axes, (store,), source)), l.Load.make(place, tuple(walked), ())
 
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:

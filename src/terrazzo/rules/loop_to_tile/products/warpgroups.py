@@ -14,7 +14,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
-from terrazzo.ir.address import mentions
+from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.concatenated import concatenated, loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
@@ -224,11 +224,12 @@ def _across(p: Product) -> bool:
 
 def _no_boxes(x: Any, p: Product, across: bool) -> str:
     """Why TMA moves no boxes of an operand, however long they are; nothing where it may. Where memory runs `across` the
-    steps, and a box is one point wide, outer axes of steps may walk in any steps.
+    steps, and a box is one point wide, outer axes of steps may walk in any steps; or in those that boxes are long.
     """
     *outer, depth = p.axes
     inner = [a for a in (p.m, p.n, depth) if a in x.free]
-    beside = [a for a in outer if any(mentions(e, a) and any(mentions(e, b) for b in inner) for e in x.index)]
+    pairs = [(a, b, e) for a in outer for b in inner for e in x.index if mentions(e, a) and mentions(e, b)]
+    beside = [a for a, b, e in pairs if b is not depth or (coefficient(e, a) or 1) % depth.extent]
     beside = beside if across else [a for a in outer if a in x.free]
     found = box(x, dict.fromkeys((*inner, *beside), 1))
     if isinstance(found, str):
