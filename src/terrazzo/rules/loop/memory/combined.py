@@ -148,13 +148,14 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
         whole = max(sum(map(price, program.steps)), 1.0)
         found: list[tuple[tuple[int, int, float], _Way, list[l.Kernel | l.Call]]] = []
         for way in _ways(program, used.index(most)):
+            more = max(price(way.sooner) + price(way.rest) - price(program.steps[way.reader]), 0.0) / whole
+            if more > min(left, way.saves / most / RATE):
+                continue
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
             after = in_use(steps, program.results)
-            more = max(price(way.sooner) + price(way.rest) - price(program.steps[way.reader]), 0.0) / whole
-            lower = (max(after), after.count(max(after))) < (most, used.count(most))
-            if lower and more <= min(left, way.saves / most / RATE):
+            if (max(after), after.count(max(after))) < (most, used.count(most)):
                 found.append(((max(after), after.count(max(after)), more), way, steps))
         if not found:
             break

@@ -142,7 +142,9 @@ def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None
     named = regions(steps, results)
     moved = [s for s in steps if s not in named.calls] if named.calls else steps
     pieces = named.pieces(moved) if named.calls else {}
-    last = {b: k for k, s in enumerate(moved) for b in (*s.reads, *s.writes)}
+    last: dict[l.Buffer, int] = {}
+    for k, s in enumerate(moved):
+        last.update(dict.fromkeys((*s.reads, *s.writes), k))
     last |= dict.fromkeys(results, len(moved))
     last |= {b: last[b] - 1 for b in taken_over(moved, results, among, apart=named.touched).values()}
     change = [0] * (len(moved) + 2)
