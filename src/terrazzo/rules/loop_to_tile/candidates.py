@@ -242,7 +242,7 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: P
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
-    if _in_two(kernel, gpu) < SURE * _anyhow(kernel, _best(kernel, gpu), gpu):
+    if math.isfinite(both := _in_two(kernel, gpu)) and both < SURE * _anyhow(kernel, _best(kernel, gpu), gpu):
         apart = results_apart(kernel)
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))

@@ -46,6 +46,7 @@ class Taps:
     longest: int
 
 
+@lru_cache(maxsize=1024)
 def found(kernel: l.Kernel) -> Taps | None:
     """A kernel as such a sum; None where it is none, or has more taps than points."""
     p = product(kernel)
