@@ -335,9 +335,10 @@ def libraries(options: Options) -> Libraries | None:
 
 
 @lru_cache(maxsize=4096)
-def _alone(name: str, fp32: str, op: Aten) -> float:
+def _alone(name: str, fp32: str, op: Aten, enough: float = 0.0) -> tuple[float, str]:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
-    called after all. How much memory is in use is for a whole program to say.
+    called after all. " at most" so long, where that is less than `enough`: there may be better ways to multiply in
+    parts. How much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     several = op.result if isinstance(op.result, tuple) else None
@@ -345,31 +346,38 @@ def _alone(name: str, fp32: str, op: Aten) -> float:
     program = Program("torch", "alone", inputs, results, {x: f"result{k}" for k, x in enumerate(results)})
     options = Options(target=name, libraries="never", fp32=fp32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
-    steps = stages(program, options, Log(), upper)[-1][1].steps
-    return math.inf if any(isinstance(s, l.Call) for s in steps) else expected(steps, machine(options))
+    whole, gpu = stages(program, options, Log(), upper[: upper.index("parts")])[-1][1], machine(options)
+    if any(isinstance(s, l.Call) for s in whole.steps):
+        return math.inf, ""
+    some = in_parts(_sooner(whole, Log(), options), Log(), options, NONE, any_way=True)
+    if some.steps != whole.steps and (time := expected(some.steps, gpu)) < enough:
+        return time, " at most"
+    return expected(stages(whole, options, Log(), upper[upper.index("parts") :])[-1][1].steps, gpu), ""
 
 
-def in_parts(p: l.Program, log: Log, options: Options, tried: Experience) -> l.Program:
-    """Products in float32 as the option `fp32` has them."""
+def in_parts(p: l.Program, log: Log, options: Options, tried: Experience, any_way: bool = False) -> l.Program:
+    """Products in float32 as the option `fp32` has them: in parts that are made in the way that gains most, or in
+    `any_way` that gains.
+    """
     if options.fp32 not in PARTS:
         return p
     gpu = machine(options)
     judged: dict[Any, tuple[float, str]] = {}
     known = constants(p, options.frozen) if options.frozen else set()
 
-    def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel]) -> tuple[float, str]:
+    def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel], beaten: float) -> tuple[float, str]:
         """What a call gains, or what there is against it, asked once of kernels that differ in names only."""
         before, after = (tuple(canonical(x).kernel for x in varying(side, known)) for side in (old, new))
-        forms = before, after
-        if forms not in judged:
-            judged[forms] = tried.once(("parts", forms), lambda known: gain(before, after, gpu, known.lost))
-        gained, why = judged[forms]
+        asked = before, after, beaten
+        if asked not in judged:
+            judged[asked] = tried.once(("parts", *asked), lambda known: gain(before, after, gpu, known.lost, beaten))
+        gained, why = judged[asked]
         return gained, canonical(new[-1]).named(why)
 
     def made(lean: Collection[l.Kernel], log: Log) -> l.Program:
-        return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known, lean)
+        return into_parts(p, log, PARTS[options.fp32], gains, partial(no_gain, gpu=gpu), known, lean, any_way)
 
-    return made((), log) if known else lean_parts(p, log, made, partial(expected, gpu=gpu))
+    return made((), log) if known or any_way else lean_parts(p, log, made, partial(expected, gpu=gpu))
 
 
 def pinned(options: Options) -> tuple[dict[str, Schedule], dict[str, Plan]]:

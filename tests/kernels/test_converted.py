@@ -57,7 +57,7 @@ def f({inputs}):
 
 def made(program: l.Program, count: int = 3) -> l.Program:
     """With parts made where they are multiplied, of the larger factor: there are the fewest kernels."""
-    return into_parts(program, Log(), count, lambda old, new: (-float(len(new)), ""))
+    return into_parts(program, Log(), count, lambda old, new, beaten: (-float(len(new)), ""))
 
 
 def schedule(m: int, n: int, depth: int, columns: int = 128) -> str:
@@ -128,7 +128,7 @@ def test_what_is_no_ordinary_number_is_as_in_parts_that_are_stored() -> None:
     x[:8, 3] = w[8:16, 65] = some
     w[:8, 3], x[:, 7], w[20:24] = some, 0.0, 2.0**-140
     given = {"x": x, "w": w}
-    stored = into_parts(plain(64, 128, 128), Log(), 3, lambda old, new: (float(len(new)), ""))
+    stored = into_parts(plain(64, 128, 128), Log(), 3, lambda old, new, beaten: (float(len(new)), ""))
     with np.errstate(all="ignore"):
         (theirs,) = loop.run(stored, given)
         ours = run(made(plain(64, 128, 128)), schedule(64, 128, 128, columns=64), given, 1)

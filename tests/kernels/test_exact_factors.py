@@ -42,7 +42,7 @@ def test_a_factor_that_is_exact_has_fewer_parts(kind: torch.dtype, count: int) -
     before = next(
         p for q, p, _ in lowering(capture(multiplied, (x, w), {}).program, options).stages if q.name == "parts"
     )
-    program = into_parts(before, Log(), count, lambda old, new: (1.0, ""))
+    program = into_parts(before, Log(), count, lambda old, new, beaten: (1.0, ""))
     (p,) = [found for s in program.steps if isinstance(s, l.Kernel) and (found := product(s))]
     assert [len(c.terms) for c in p.sites] == [{1: 1, 2: KINDS[kind] - 1, 3: KINDS[kind]}[count]]
     kernels = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))[-1][1]
@@ -70,7 +70,7 @@ def test_what_is_not_finite_stays_so() -> None:
         ).stages
         if q.name == "parts"
     )
-    program = into_parts(before, Log(), 3, lambda old, new: (1.0, ""))
+    program = into_parts(before, Log(), 3, lambda old, new, beaten: (1.0, ""))
     args = x.numpy(), w.float().numpy().astype(before.inputs[1].type.dtype.numpy)
     with np.errstate(all="ignore"):
         (ours,) = loop.run(program, dict(zip((b.name for b in program.inputs), args, strict=True)))

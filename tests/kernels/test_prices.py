@@ -24,6 +24,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.precision.parts import parts_of
 from terrazzo.rules.loop_to_tile.chains.chain import nested
+from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.products import products, warpgroup_tiles, warpgroups, work
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.reductions import reductions
@@ -461,3 +462,17 @@ def test_rows_of_tiles_that_are_walked_together_divide_all_rows(rows: int, toget
     plan = next(x for x in warpgroups.plans(p, HOPPER) if (x.tile.m, x.tile.rows, x.tile.split) == (128, p.m, None))
     walk = dict(warpgroups.schedule(p, plan, HOPPER).options("persistent"))
     assert walk.get("order") == (Word("grouped", (together,)) if together > 1 else None)
+
+
+@pytest.mark.parametrize("pixels", [14, 28, 56])
+def test_a_product_in_tiles_along_pixels_is_expected_to_take_what_they_take(pixels: int) -> None:
+    """Rows of bfloat16 for all of 14 x 14 pixels would begin anywhere, and parts of float32 are made on their way: no
+    tile of merged axes can be derived, but those along pixels can. So no library is called.
+    """
+    x, w = (torch.empty(s, device="meta") for s in ((16, 512, pixels, pixels), (256, 512, 1, 1)))
+    done = lowering(capture(F.conv2d, (x, w)).program, Options(target="sm_90a"))
+    told = {e.subject: e.reason for e in done.log.events if e.pass_name == "schedule" and e.rule == "tile" and e.fired}
+    products = {s.name: s for s in done.loop.steps if isinstance(s, l.Kernel) and product(s)}
+    assert told.keys() == products.keys() and not any(isinstance(s, l.Call) for s in done.loop.steps)
+    for name, kernel in products.items():
+        assert f"wgmma.m64n128k16.f32.bf16: {expected([kernel], HOPPER) / 1000:.1f} us" in told[name]

@@ -265,7 +265,7 @@ def in_parts(name: str, count: int = 3) -> tuple[tile.Program, k.Program]:
     options = Options(target="sm_90a", libraries="never")
     exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, options)
     before = next(program for p, program, _ in exact.stages if p.name == "parts")
-    program = into_parts(before, Log(), count, lambda old, new: (1.0, ""))
+    program = into_parts(before, Log(), count, lambda old, new, beaten: (1.0, ""))
     _, planned, derived = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))
     return planned[1], derived[1]
 
@@ -331,7 +331,7 @@ def f(x: f32[64, 64], w: f32[64, 64]):
                 t[a0, a1] = acc0
     return (y, z, t)
 """)
-    made = into_parts(both, Log(), 3, lambda old, new: (1.0, ""))
+    made = into_parts(both, Log(), 3, lambda old, new, beaten: (1.0, ""))
     assert [s.name for s in made.steps] == ["x_parts", "y", "z", "x_parts_2", "t"]  # and w's with x's
     x = {n: np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32) for n in "xw"}
     for ours, theirs in zip(loop.run(made, x), loop.run(both, x, precise=True), strict=True):

@@ -145,7 +145,9 @@ CATALOG: dict[str, Rewrite] = {
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
-    "parts:into_parts": of(parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new: (1.0, ""))),
+    "parts:into_parts": of(
+        parts.into_parts, lambda p: parts.into_parts(p, Log(), 3, lambda old, new, beaten: (1.0, ""))
+    ),
     "store_as_read:pixels_together": of(pixels.pixels_together, lambda p: pixels.pixels_together(p, Log(), often=1)),
     "store_as_read:dimensions_of_products": of(
         dimensions.dimensions_of_products, lambda p: dimensions.dimensions_of_products(p, Log())

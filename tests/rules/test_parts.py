@@ -44,7 +44,7 @@ def f(x: f32[{m}, {k}], w: f32[{n}, {k}]):
 
 def split(source: str, count: int = 3, log: Log | None = None) -> l.Program:
     """A program with all products in parts, whatever they cost."""
-    found = into_parts(parse(source), log or Log(), count, lambda old, new: (1.0, ""))
+    found = into_parts(parse(source), log or Log(), count, lambda old, new, beaten: (1.0, ""))
     verify(found, "parts")
     assert parse(show(found)) == found
     return found
@@ -73,7 +73,7 @@ def parts(x: Any, count: int = 3) -> list[Any]:
 def test_one_launch_stores_small_parts_of_one_shape(m: int, n: int, k: int, constant: str, makers: list[str]) -> None:
     program = parse(text(m, n, k))
     same = [b for b in program.inputs if b.name in constant]
-    found = into_parts(program, Log(), 3, lambda old, new: (1.0, ""), constant=same)
+    found = into_parts(program, Log(), 3, lambda old, new, beaten: (1.0, ""), constant=same)
     assert [s.name for s in found.steps] == [*makers, "y"]
 
 

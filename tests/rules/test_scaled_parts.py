@@ -26,7 +26,7 @@ from terrazzo.rules.tile_to_kernel.promote import NEARER, together
 
 def halved(source: str) -> l.Program:
     """A program with its products in two parts each: those ways that store something else gain less."""
-    found = into_parts(parse(source), Log(), 3, lambda old, new: (float(_halves(new)), ""))
+    found = into_parts(parse(source), Log(), 3, lambda old, new, beaten: (float(_halves(new)), ""))
     verify(found, "parts")
     assert parse(show(found)) == found
     return found
@@ -305,7 +305,7 @@ def test_one_launch_stores_the_parts_of_both_factors_that_are_small(m: int, name
 def test_parts_of_a_constant_are_not_stored_with_those_of_others() -> None:
     source = parse(text(512, 512, 512))
     (w,) = (b for b in source.inputs if b.name == "w")
-    found = into_parts(source, Log(), 3, lambda old, new: (float(_halves(new)), ""), constant=[w])
+    found = into_parts(source, Log(), 3, lambda old, new, beaten: (float(_halves(new)), ""), constant=[w])
     assert [s.name for s in found.steps] == ["x_parts", "w_parts", "y"]
 
 

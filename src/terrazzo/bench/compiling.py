@@ -268,7 +268,7 @@ def _loaded(plan: Any, paths: Any, target: str) -> float:
     from terrazzo.run.cuda import Cuda
 
     start = time.perf_counter()
-    Cuda("cuda:0", target).load(plan.steps, paths)
+    Cuda("cuda:0", target).load(plan, paths)
     return time.perf_counter() - start
 
 

@@ -83,13 +83,21 @@ def pairs(steps: Steps, kernels: bool = True) -> dict[l.Buffer, list[l.Buffer]]:
     """
     found: dict[l.Buffer, list[l.Buffer]] = {}
     for s in steps:
-        if isinstance(s, l.Call) and (old := changed_by(s)) is not None:
-            found[s.writes[0]] = [old]
-        elif kernels and isinstance(s, l.Kernel) and any(b.type.span >= WORTH for b in s.writes):
-            for b, old in replaceable(s):
-                if b.type.span >= WORTH:
-                    found.setdefault(b, []).append(old)
+        if isinstance(s, l.Call):
+            if (old := changed_by(s)) is not None:
+                found[s.writes[0]] = [old]
+        elif kernels and isinstance(s, l.Kernel):
+            for b, old in _large(s):
+                found.setdefault(b, []).append(old)
     return found
+
+
+@per_node
+def _large(kernel: l.Kernel) -> tuple[tuple[l.Buffer, l.Buffer], ...]:
+    """What a kernel stores that is large, with what it may take the place of."""
+    if all(b.type.span < WORTH for b in kernel.writes):  # most are small, and terms take long to look through
+        return ()
+    return tuple((b, old) for b, old in replaceable(kernel) if b.type.span >= WORTH)
 
 
 def updates(program: l.Program, updated: Sequence[str], products: bool = True) -> dict[l.Buffer, l.Buffer]:
@@ -137,29 +145,31 @@ def taken_over(
     """
     if not among and not given:
         return {}
-    uses: dict[l.Buffer, list[int]] = {}
+    asked = {old for some in among.values() for old in some}.union(given.values())
+    uses: dict[l.Buffer, list[int]] = {b: [] for b in asked}
     for n, s in enumerate(steps):
-        for b in (*s.reads, *s.writes):
-            uses.setdefault(b, []).append(n)
+        for b in asked.intersection((*s.reads, *s.writes)):
+            uses[b].append(n)
     calls = [s for s in steps if isinstance(s, l.Call)]
     seen = {b for s in calls if views(s.name) for b in (*s.reads, *s.writes)}.union(apart)
     made = {b for s in calls for b in s.writes}
     theirs = set(made)  # what lies in memory that PyTorch has made
     found: dict[l.Buffer, l.Buffer] = {}
+    kept = set(results)
     there: set[l.Buffer] = set()  # what was written, has not been taken over, and is no result
     for n, s in enumerate(steps):
         for b in s.writes:
             if (home := given.get(b)) is not None:
-                users = [m for m in uses.get(home, ()) if m != n]
+                users = [m for m in uses[home] if m != n]
                 through = all(m < n for m in users) and (ahead is None or ahead(users, n))
-                if through and home not in seen and home not in results and b not in apart:
+                if through and home not in seen and home not in kept and b not in apart:
                     found[b] = home
                     made.discard(b)
                     theirs.discard(b)
                     continue
             for old in among.get(b, ()) if b not in apart else ():
                 through = uses[old][-1] == n and (ahead is None or ahead([m for m in uses[old] if m != n], n))
-                fits = old not in theirs or b not in results or (old in made and old.type == b.type)
+                fits = old not in theirs or b not in kept or (old in made and old.type == b.type)
                 if old in there and through and old not in seen and fits:
                     found[b] = old
                     there.discard(old)
@@ -167,10 +177,11 @@ def taken_over(
                     theirs.discard(b)
                     theirs |= {b} if old in theirs else set()
                     break
-        there.update(b for b in s.writes if b not in results)
+        there.update(b for b in s.writes if b not in kept)
     return found
 
 
+@per_node
 def changed_by(call: l.Call) -> l.Buffer | None:
     """The operand of an op of PyTorch that a variant of the op writes its one result to; None where there is none."""
     if call.order or len(call.results) != 1 or not call.args or not isinstance(call.args[0], l.Buffer):

@@ -68,9 +68,25 @@ def nest(kernel: Kernel) -> tuple[Statement, ...]:
             _Sink(index | store.value.free, (store.value, *(e for e in store.index if isinstance(e, Expr))), store)
         )
     terms = _reachable([u for s in sinks for u in s.uses], set())
+    levels = _by_level(kernel.axes, terms)
     if any(type(x) is Reduce or type(x) is Scan for x in terms):
-        return tuple(_level(frozenset(), kernel.axes, sinks, set(), any(type(x) is Scan for x in terms)))
-    return _points(kernel.axes, terms, sinks)
+        return tuple(_level(0, kernel.axes, sinks, levels, set(), any(type(x) is Scan for x in terms)))
+    return _points(kernel.axes, levels, sinks)
+
+
+def _by_level(axes: Sequence[Any], terms: Sequence[Node]) -> list[list[Term]]:
+    """The terms that some number of axes is enough for, by that number; those that need others come last."""
+    depth = {axis: n + 1 for n, axis in enumerate(axes)}
+    levels: list[list[Term]] = [[] for _ in range(len(axes) + 2)]
+
+    @cache
+    def level(variables: frozenset[Any]) -> list[Term]:
+        return levels[max((depth.get(v, len(axes) + 1) for v in variables), default=0)]
+
+    for x in terms:
+        if isinstance(x, Term) and type(x) is not Literal:
+            level(x.free).append(x)
+    return levels
 
 
 def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
@@ -90,20 +106,12 @@ def accumulators(kernel: Kernel) -> dict[str, Reduce | Scan]:
     return {f"acc{k}": site for k, site in enumerate(found)}
 
 
-def _points(axes: Sequence[Any], terms: Sequence[Node], sinks: Sequence[_Sink]) -> tuple[Statement, ...]:
+def _points(axes: Sequence[Any], terms: Sequence[Sequence[Term]], sinks: Sequence[_Sink]) -> tuple[Statement, ...]:
     """Statements where nothing is reduced: each term stands in the loop of the innermost axis that it knows."""
-    depth = {axis: n + 1 for n, axis in enumerate(axes)}
-    levels: list[list[Statement]] = [[] for _ in range(len(axes) + 2)]  # the last is of what is bound nowhere
-
-    @cache
-    def level(variables: frozenset[Any]) -> list[Statement]:
-        return levels[max((depth.get(v, len(axes) + 1) for v in variables), default=0)]
-
-    for x in terms:
-        if isinstance(x, Term) and type(x) is not Literal:
-            level(x.free).append(Let(x))
+    levels: list[list[Statement]] = [list(map(Let, some)) for some in terms]
+    bound = [frozenset(axes[:n]) for n in range(len(axes) + 1)]
     for s in sinks:
-        level(s.vars).append(s.statement)
+        levels[next((n for n, known in enumerate(bound) if s.vars <= known), -1)].append(s.statement)
     last = max((n for n in range(len(axes) + 1) if levels[n]), default=0)
     body = levels[last]
     for n in reversed(range(last)):
@@ -112,11 +120,23 @@ def _points(axes: Sequence[Any], terms: Sequence[Node], sinks: Sequence[_Sink]) 
 
 
 def _level(
-    bound: frozenset[Any], rest: Sequence[Any], sinks: list[_Sink], done: set[Node], scanned: bool
+    level: int,
+    axes: Sequence[Any],
+    sinks: list[_Sink],
+    terms: Sequence[Sequence[Term]],
+    done: set[Node],
+    scanned: bool,
 ) -> list[Statement]:
-    """Statements of the scope where `bound` is bound, with loops over `rest` inside, which scans may run along."""
+    """Statements of the scope of so many of the `axes`, for which `terms` are ready, with loops over the others inside,
+    which scans may run along.
+    """
     out: list[Statement] = []
-    _compute([u for s in sinks for u in s.uses], bound, done, out)
+    bound, rest = frozenset(axes[:level]), axes[level:]
+    if scanned or any(type(x) is Reduce for x in terms[level]):
+        _compute([u for s in sinks for u in s.uses], bound, done, out)
+    else:  # nothing is looped over: what is ready comes one after the other
+        out.extend(map(Let, terms[level]))
+        done.update(terms[level])
     now = [s for s in sinks if s.vars <= bound]
     out.extend(s.statement for s in now)
     later = [s for s in sinks if not s.vars <= bound]
@@ -124,7 +144,7 @@ def _level(
         axis = rest[0]
         below = _reachable([u for s in later for u in s.uses], done) if scanned else []
         scans = tuple(n for n in below if isinstance(n, Scan) and n.at is axis)
-        body = _level(bound | {axis}, rest[1:], later, set(done), scanned)
+        body = _level(level + 1, axes, later, terms, set(done), scanned)
         out.append(Loop("scan" if scans else "free", (axis,), tuple(body), scans))
     return out
 

@@ -105,8 +105,10 @@ class _Interned(type):
 def _interned(cls: Any, args: tuple[Any, ...], known_of_it: Mapping[str, Any] | None = None) -> Any:
     """The node of a class with these fields, which are checked where nothing is known of a new one."""
     key = (cls, *args)
-    if not _PLAIN.issuperset(map(type, args)):
-        key = (cls, *[x if type(x) in _PLAIN else key_of(x) for x in args])
+    for x in args:  # most fields are plain, or tuples of what is
+        if (kind := type(x)) not in _PLAIN and not (kind is tuple and _PLAIN.issuperset(map(type, x))):
+            key = (cls, *map(key_of, args))
+            break
     known = _table.get(key)
     found = known() if known is not None else None
     if found is not None:

@@ -65,7 +65,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield from _apart_from(kernel, sums, gpu, pinned, pick)
         if multiplied_by_threads(kernel):
             found = windows.window(kernel, gpu)
-            if found is not None and found.time < _anyhow(kernel, math.inf, gpu):
+            if found is not None and found.time < _anyhow(kernel, gpu):
                 yield from _windows(kernel, gpu, pinned)
         yield from _written_out(kernel, p, gpu, pinned, pick)
         yield from _across(kernel, p, gpu, pinned, pick)
@@ -222,7 +222,7 @@ def _each(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
     reading = sum(math.prod(t.static_shape) * t.dtype.size for t in kinds) / gpu.memory  # who writes it, pays for that
     if len(apart) == 1:
         return
-    if sum(_expected(x, gpu) for x in apart) + reading < _anyhow(kernel, _best(kernel, gpu), gpu):
+    if sum(_expected(x, gpu) for x in apart) + reading < _anyhow(kernel, gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("products_apart", kernel, apart))
 
@@ -242,7 +242,8 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: P
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
-    if _in_two(kernel, gpu) < SURE * _anyhow(kernel, _best(kernel, gpu), gpu):
+    both = _in_two(kernel, gpu)
+    if math.isfinite(both) and all(both < SURE * time for time in _times(kernel, gpu)):
         apart = results_apart(kernel)
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
@@ -276,19 +277,25 @@ def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedul
         yield whole.after(("results_apart", kernel, apart))
 
 
-def _anyhow(kernel: l.Kernel, tiled: float, gpu: Gpu) -> float:
-    """Nanoseconds of a product that takes so many in tiles, or fewer in boxes, by taps or after its operands were
-    stored.
+def _anyhow(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of a product in the best way to run it as one kernel after copies, by the model."""
+    return min(_times(kernel, gpu), default=math.inf)
+
+
+def _times(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
+    """Nanoseconds of a product in boxes, by taps, after its operands were stored, and in tiles: last comes what takes
+    longest to find.
     """
-    p = product(kernel)
-    if p is None:
-        return tiled
-    return min(tiled, boxed(kernel, p, gpu), _soonest(kernel, p, gpu), *(x.time for x in taps.ways(kernel, gpu)[:1]))
+    if (p := product(kernel)) is not None:
+        yield boxed(kernel, p, gpu)
+        yield from (x.time for x in taps.ways(kernel, gpu)[:1])
+        yield after(kernel, p, gpu)
+        yield _best(kernel, gpu)
 
 
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a product, with its results computed apart where they will be."""
-    whole, parts = _anyhow(kernel, _best(kernel, gpu), gpu), _in_two(kernel, gpu)
+    whole, parts = _anyhow(kernel, gpu), _in_two(kernel, gpu)
     return parts if parts < SURE * whole else whole
 
 
@@ -304,7 +311,7 @@ def _in_two(kernel: l.Kernel, gpu: Gpu) -> float:
         return math.inf
     size = apart[0].stores[0].buffer.type.dtype.size
     rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
-    return _anyhow(apart[0], _best(apart[0], gpu), gpu) + rest
+    return _anyhow(apart[0], gpu) + rest
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:

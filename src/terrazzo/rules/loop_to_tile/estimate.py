@@ -22,7 +22,7 @@ from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.forms import columns_merged, merged
+from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.image_forms import image_form
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
@@ -99,6 +99,19 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
 
 
+@lru_cache(maxsize=1024)
+def roof(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds that no kernel is expected to take less than without tensor cores, by the data sheet's rates: what
+    it moves, and what it multiplies and adds up. It is found in no time, where what is `expected` takes long to find.
+    """
+    memory, fma, _ = gpu.roof
+    moved = sum(count * b.type.dtype.size for b, count in work(kernel)[1].items())
+    p = product(kernel)
+    points = math.prod(a.extent for a in (*kernel.axes, *p.axes)) if p is not None else 0
+    multiplied = 2 * points * sum(len(c.terms) for c in p.sites) if p is not None else 0
+    return max(moved / memory, multiplied / fma) + gpu.launch
+
+
 def by_threads(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a kernel whose threads load and compute what each of them needs, without tiles."""
     operations, touched = work(kernel)
@@ -155,6 +168,8 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
         return None
     as_it_is, p = p, product(merged(kernel, p, gpu).kernel) or p
     found = _in_tiles(p, gpu)
+    if (other := next(iter(for_warpgroups(kernel, gpu)), None)) is not None and other.kernel is not p.kernel:
+        found += _in_tiles(product(other.kernel) or p, gpu)  # tiles along digits of its axes, as of pixels
     if not found and p is not as_it_is:
         found = _in_tiles(as_it_is, gpu)
     if multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:

@@ -25,12 +25,13 @@ LIBRARY, OURS = "the library", "ours"
 @dataclass
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
-    where there are none). In float32 libraries compute ops of some families in TF32. On a processor, which is no `gpu`,
-    nothing is priced: what `_on_a_processor` names is called.
+    where there are none), or " at most" so long, if that is less than what is enough. In float32 libraries compute ops
+    of some families in TF32. On a processor, which is no `gpu`, nothing is priced: what `_on_a_processor` names is
+    called.
     """
 
     gpu: Gpu | None
-    ours: Callable[[Aten], float]
+    ours: Callable[[Aten, float], tuple[float, str]]
     tf32: Collection[str] = ()
     layouts: dict[Node, Any] = field(default_factory=dict)
 
@@ -68,11 +69,12 @@ class Libraries:
             size = math.prod(_result(node).static_shape) * _result(node).dtype.size
             theirs += gpu.launch + 2 * size / gpu.memory
         ours, exact = beside(alone, gpu)
+        told = "" if exact else " at least"
         if not exact and not slower(ours, theirs):
-            ours, exact = self.ours(_channels_last(node, given) if gpu.warpgroups else alone), True
+            ours, told = self.ours(_channels_last(node, given) if gpu.warpgroups else alone, library.MARGIN * theirs)
         if math.isinf(ours):
             return None
-        options = {OURS: f"by the model{'' if exact else ' at least'}", LIBRARY: node.name}
+        options = {OURS: f"by the model{told}", LIBRARY: node.name}
         return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
     def laid_out(self, node: Node) -> Type:

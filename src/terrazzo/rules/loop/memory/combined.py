@@ -8,8 +8,9 @@ last one. Some are combined sooner then, and what they are combined to waits ins
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from terrazzo.ir.canonical import canonical
@@ -21,7 +22,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
-from terrazzo.rules.loop.memory.lifetimes import WORTH, in_use, reads_of
+from terrazzo.rules.loop.memory.lifetimes import WORTH, Steps, in_use, reads_of
 from terrazzo.rules.loop_to_tile.products.apart import products_apart, term_apart
 
 PASS = "remake"
@@ -141,6 +142,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
 
     left = LOSS
     for _ in range(ROUNDS):
+        users = _users(program.steps)
         used = in_use(program.steps, program.results)
         most = max(used, default=0)
         if most < worth:
@@ -148,13 +150,14 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
         whole = max(sum(map(price, program.steps)), 1.0)
         found: list[tuple[tuple[int, int, float], _Way, list[l.Kernel | l.Call]]] = []
         for way in _ways(program, used.index(most)):
+            more = max(price(way.sooner) + price(way.rest) - price(program.steps[way.reader]), 0.0) / whole
+            if more > min(left, way.saves / most / RATE):
+                continue
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
-            after = in_use(steps, program.results)
-            more = max(price(way.sooner) + price(way.rest) - price(program.steps[way.reader]), 0.0) / whole
-            lower = (max(after), after.count(max(after))) < (most, used.count(most))
-            if lower and more <= min(left, way.saves / most / RATE):
+            after = in_use(steps, program.results, uses=partial(_last_uses, users, way))
+            if (max(after), after.count(max(after))) < (most, used.count(most)):
                 found.append(((max(after), after.count(max(after)), more), way, steps))
         if not found:
             break
@@ -166,6 +169,26 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
         log.applied(PASS, RULE, old.name, [old], [way.sooner, way.rest])
         program = l.Program(program.name, program.inputs, tuple(steps), program.results)
     return program
+
+
+def _users(steps: Steps) -> dict[l.Buffer, list[int]]:
+    """The numbers of the steps that read or write a buffer, in order."""
+    found: dict[l.Buffer, list[int]] = {}
+    for n, s in enumerate(steps):
+        for b in dict.fromkeys((*s.reads, *s.writes)):
+            found.setdefault(b, []).append(n)
+    return found
+
+
+def _last_uses(users: Mapping[l.Buffer, Sequence[int]], way: _Way, steps: Steps) -> dict[l.Buffer, int]:
+    """The last uses of buffers by the `steps` that a way makes of those of which the `users` are known: most stay."""
+    found = {b: n + (n >= way.at) for b, (*_, n) in users.items()}
+    for b in (x for x, n in found.items() if n == way.reader + 1):  # which may read less now
+        others = [n for n in users[b] if n != way.reader]
+        found[b] = others[-1] + (others[-1] >= way.at) if others else -1
+    for n in (way.at, way.reader + 1):
+        found |= {b: max(n, found.get(b, n)) for b in (*steps[n].reads, *steps[n].writes)}
+    return found
 
 
 def _ways(program: l.Program, peak: int) -> list[_Way]:

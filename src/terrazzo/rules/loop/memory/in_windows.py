@@ -18,7 +18,7 @@ from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import topological
+from terrazzo.ir.node import per_node, topological
 from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.memory.lifetimes import in_use
@@ -187,11 +187,17 @@ class _Uses:
         for s in program.steps:
             for b in s.reads:
                 self.readers.setdefault(b, []).append(s)
+        self.joining: dict[tuple[Any, Set[Any]], bool] = {}
 
     def joins(self, maker: Any, axes: Set[Any] = frozenset()) -> bool:
         """Whether what a step makes can be there in windows of some of its axes: it is no result, and if it is a
         product, these are axes of its batch, so that no window reads what another one does.
         """
+        if (maker, axes) not in self.joining:  # groups have many steps in common, and are asked about again and again
+            self.joining[maker, axes] = self._joins(maker, axes)
+        return self.joining[maker, axes]
+
+    def _joins(self, maker: Any, axes: Set[Any]) -> bool:
         if not isinstance(maker, l.Kernel) or not self.kept.isdisjoint(maker.writes) or not in_ranges(maker, axes):
             return False
         read = all(isinstance(r, l.Kernel) for b in maker.writes for r in self.readers.get(b, ()))
@@ -230,9 +236,15 @@ def _swells(group: Group) -> bool:
     return sum(b.type.span for b in within) > sum(b.type.span for b in without)
 
 
+@per_node
+def _every_load(kernel: l.Kernel) -> tuple[l.Load, ...]:
+    """All that a kernel loads."""
+    return tuple(x for x in kernel.terms if isinstance(x, l.Load))
+
+
 def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
     """Where a step loads from a buffer."""
-    return [x for x in step.terms if isinstance(x, l.Load) and x.buffer is b] if isinstance(step, l.Kernel) else []
+    return [x for x in _every_load(step) if x.buffer is b] if isinstance(step, l.Kernel) else []
 
 
 def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
@@ -269,7 +281,7 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
         front, whole = list(readers), set[l.Kernel]()
         while front:
             k = front.pop()
-            for x in (x for x in k.terms if isinstance(x, l.Load)):
+            for x in _every_load(k):
                 maker = uses.maker.get(x.buffer)
                 if not isinstance(maker, l.Kernel) or maker in never or maker in readers:
                     continue

@@ -133,16 +133,29 @@ def reads_of(steps: Steps) -> dict[l.Buffer, list[int]]:
     return found
 
 
-def in_use(steps: Steps, results: Sequence[l.Buffer], among: Among | None = None) -> list[int]:
+def last_uses(steps: Steps) -> dict[l.Buffer, int]:
+    """The number of the last step that reads or writes a buffer."""
+    found: dict[l.Buffer, int] = {}
+    for n, s in enumerate(steps):
+        found.update(dict.fromkeys((*s.reads, *s.writes), n))
+    return found
+
+
+def in_use(
+    steps: Steps,
+    results: Sequence[l.Buffer],
+    among: Among | None = None,
+    uses: Callable[[Steps], dict[l.Buffer, int]] = last_uses,
+) -> list[int]:
     """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
     these read, as far as their terms allow (or `among` these), and regions where they are ones of: each piece of these
-    while it is in use.
+    while it is in use. The last `uses` of buffers may be known.
     """
     among = pairs(steps) if among is None else among
     named = regions(steps, results)
     moved = [s for s in steps if s not in named.calls] if named.calls else steps
     pieces = named.pieces(moved) if named.calls else {}
-    last = {b: k for k, s in enumerate(moved) for b in (*s.reads, *s.writes)}
+    last = last_uses(moved) if named.calls else uses(steps)
     last |= dict.fromkeys(results, len(moved))
     last |= {b: last[b] - 1 for b in taken_over(moved, results, among, apart=named.touched).values()}
     change = [0] * (len(moved) + 2)

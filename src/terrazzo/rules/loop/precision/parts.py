@@ -43,8 +43,8 @@ EVERY_DIGIT = 3
 LITTLE = 2 << 20
 """Bytes that a kernel writes up to which it takes hardly longer than its launch."""
 
-Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel]], tuple[float, str]]
-"""What is gained by kernels in place of others, or why they are not worth having."""
+Gain = Callable[[Sequence[l.Kernel], Sequence[l.Kernel], float], tuple[float, str]]
+"""What is gained by kernels in place of others, if it is more than so much, or why they are not worth having."""
 Refused = Callable[[l.Kernel, int], str]
 """Why a kernel is not worth having as products of so many parts, whatever it becomes; or nothing."""
 
@@ -57,9 +57,10 @@ def into_parts(
     refused: Refused = lambda kernel, count: "",
     constant: Collection[l.Buffer] = (),
     lean: Collection[l.Kernel] = (),
+    any_way: bool = False,
 ) -> l.Program:
     """`program` with its products of float32 as `count` * (`count` + 1) / 2 products of bfloat16, in the way that gains
-    most, or, of the `lean` ones, that stores least. What is `refused` is not tried.
+    most, or, of the `lean` ones, that stores least; or in `any_way` that gains. What is `refused` is not tried.
 
     Parts of a tensor are stored by a kernel of their own, once for all who multiply it; or by the kernel that makes
     it, which keeps it for those who need it whole. Those of one factor may be terms of the product, which makes them on
@@ -145,7 +146,7 @@ def into_parts(
                     y[a0, a1] = acc0
         return (y,)
     """
-    work = _Parts(program, log, count, gain, refused, constant, lean)
+    work = _Parts(program, log, count, gain, refused, constant, lean, any_way)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
     return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
@@ -156,7 +157,7 @@ def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
     float32.
     """
     alone = l.Program("alone", tuple(b for b in kernel.reads), (kernel,), kernel.writes)
-    return into_parts(alone, Log(), count, lambda old, new: (0.0, "")).steps  # type: ignore[return-value]
+    return into_parts(alone, Log(), count, lambda old, new, beaten: (0.0, "")).steps  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,10 @@ class _Parts:
         refused: Refused,
         constant: Collection[l.Buffer],
         lean: Collection[l.Kernel],
+        any_way: bool,
     ) -> None:
         self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
+        self.any_way = any_way
         self.constant, self.lean = frozenset(constant), frozenset(lean)
         self.makers: set[l.Kernel] = set()
         self.steps = list(program.steps)
@@ -230,12 +233,13 @@ class _Parts:
         best: tuple[tuple[float, float], _Way] | None = None
         first = ""
         for way in self.ways(kernel):
-            if way.resort and best is not None:
+            if best is not None and (way.resort or self.any_way):
                 break
             self.way = way
             old, new = self.put(kernel, products)
-            gained, why = self.gain(old, new)
             stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
+            beaten = best[0][1] if best is not None and best[0][0] == -stored else -math.inf
+            gained, why = self.gain(old, new, beaten)
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
                 best = (-stored, gained), way

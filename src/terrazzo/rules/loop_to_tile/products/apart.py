@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
@@ -15,6 +16,7 @@ from terrazzo.ir.node import Node, substitute, topological, transform, transform
 from terrazzo.ir.types import Type
 
 
+@lru_cache(maxsize=1024)
 def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """A kernel of several products as one for each. Results that have no product in common are kernels of their own; of
     several products for the same results the last does all the rest, and what is rounded at once is stored so.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,7 @@ class Moved:
         return max(16, min(longest_step(self.whole), 1 << (extent - 1).bit_length()))
 
 
+@lru_cache(maxsize=1024)
 def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     """A kernel as such a sum, or why it is none (nothing, where it is not worth telling)."""
     p = product(kernel)
@@ -149,7 +151,8 @@ class Plan:
         return f"boxes of {box} by {self.tile.n} on {self.instruction.name}: {self.time / 1000:.1f} us by the model"
 
 
-def plans(x: Moved, gpu: Gpu) -> list[Plan]:
+@lru_cache(maxsize=1024)
+def plans(x: Moved, gpu: Gpu) -> tuple[Plan, ...]:
     """The best plans, best first; none where the machine has no instruction for it."""
     found = []
     columns = [n for n in COLUMNS if n <= (PROMOTED if promotes(x.whole) else 2 * ACCUMULATORS)]
@@ -168,7 +171,7 @@ def plans(x: Moved, gpu: Gpu) -> list[Plan]:
         """Points of the image that the taps of a box touch: what the cache holds for it."""
         return math.prod(side + wide.get(a, 0) for a, side in zip(x.rows, tile.box, strict=True))
 
-    return sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, reach(p.tile)))[:MOST]
+    return tuple(sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, reach(p.tile)))[:MOST])
 
 
 def _tiles(x: Moved, n: int) -> Iterator[Tile]:

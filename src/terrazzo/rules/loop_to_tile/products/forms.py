@@ -29,7 +29,7 @@ class Form:
         return Form(kernel, (*self.rewrites, (rewrite, self.kernel, (kernel,))))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
     """Axes that the same factors know as one; and those of steps, where instructions of warpgroups take that."""
     form = Form(kernel).then("merge_product_axes", merge_product_axes(kernel, p.sites))
@@ -48,7 +48,7 @@ def columns_merged(kernel: l.Kernel, p: Product) -> l.Kernel:
     return kernel
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def apart(form: Form) -> Form:
     """An axis for every digit, but one for those along which all that is read and stored runs as if it were one: pixels
     of an image whose channels come first.
@@ -81,7 +81,8 @@ def _runs(p: Product) -> list[list[Any]]:
 
 def for_warpgroups(kernel: l.Kernel, gpu: Gpu) -> list[Form]:
     """The forms of a product that instructions of warpgroups take: merged, if they do, else apart, else as it is."""
-    if (p := product(kernel)) is None:
+    p = product(kernel)
+    if p is None or not warpgroups.multiplied(p):
         return []
     first = merged(kernel, p, gpu)
     return [x for x in (first, apart(first), Form(kernel)) if on_warpgroups(x.kernel, gpu)]

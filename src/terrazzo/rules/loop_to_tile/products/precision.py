@@ -13,7 +13,7 @@ from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
-from terrazzo.rules.loop_to_tile.estimate import BOXED, Way, expected, work
+from terrazzo.rules.loop_to_tile.estimate import BOXED, Way, expected, roof, work
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
@@ -40,21 +40,28 @@ and stored one after the other. By the model 10.8, 7.6 and 6.0 us in one launch 
 
 
 def gain(
-    before: Sequence[l.Kernel], after: Sequence[l.Kernel], gpu: Gpu, lost: Callable[[k.Kernel], str]
+    before: Sequence[l.Kernel],
+    after: Sequence[l.Kernel],
+    gpu: Gpu,
+    lost: Callable[[k.Kernel], str],
+    best: float = -math.inf,
 ) -> tuple[float, str]:
-    """The nanoseconds gained by `after`, the last of which multiplies parts, in place of `before`; or why they are not
-    worth having.
+    """The nanoseconds gained by `after`, the last of which multiplies parts, in place of `before`, if its last took no
+    longer than its `roof`, which it does; or why they are not worth having. Where others gain `best`, and these do not
+    gain more, just how much is not asked.
     """
     if chain(after[-1]) is not None:  # which stores no scores, and which nothing multiplies otherwise
-        return 0.0, chains.refusal(after[-1], gpu, lost)
+        return 0.0, chains.refusal(after[-1], gpu, lost) if best < 0.0 else ""
     scaled = (p := product(after[-1])) is not None and p.rescued
-    old, made = expected(before, gpu), _halved(after[:-1], gpu) if scaled else expected(after[:-1], gpu)
-    time, why = _in_parts(after[-1], gpu, lost, old - made)
-    if why:
-        return 0.0, why
-    new = time + made
-    told = f"{new / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
-    return old - new, "" if new < old else told
+    made = _halved(after[:-1], gpu) if scaled else expected(after[:-1], gpu)
+    sure = expected(before[:-1], gpu) + roof(before[-1], gpu)  # what takes less is a gain, whatever `before` takes
+    time, why = _in_parts(after[-1], gpu, lost, sure - max(best, 0.0) - made)
+    if not why and sure <= time + made < sure - best:
+        old = expected(before, gpu)
+        time, why = _in_parts(after[-1], gpu, lost, min(old, sure - best) - made)
+        if not why and time + made >= old:
+            why = f"{(time + made) / 1000:.1f} us with parts made, {old / 1000:.1f} us as it is, by the model"
+    return sure - time - made, why
 
 
 def _halved(makers: Sequence[l.Kernel], gpu: Gpu) -> float:

@@ -61,7 +61,7 @@ def by_taps(
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
     form = image_form(kernel, p, gpu)
-    plans = boxes.plans(form.moved, gpu) if form is not None else []
+    plans = boxes.plans(form.moved, gpu) if form is not None else ()
     return min((x.time for x in plans), default=math.inf) + (form.before(gpu) if form is not None else 0.0)
 
 
@@ -88,7 +88,7 @@ def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Sc
     other tiles.
     """
     form = merged(kernel, p, gpu)
-    if not (ways := list(stored(form.kernel, gpu))):
+    if not (ways := stored(form.kernel, gpu)):
         return
     digits = apart(form).kernel
     others = min(_soonest(form.kernel, gpu), best(digits, gpu) if on_warpgroups(digits, gpu) else math.inf)

@@ -382,9 +382,15 @@ def _scattered(t: Tile, p: Product) -> float:
     for s in p.kernel.stores if t.inner == 1 else ():
         for a, size, warps, lanes in ((p.m, t.m, t.warps[0], t.lanes[0]), (p.n, t.n, t.warps[1], t.lanes[1])):
             each = min(size // warps // lanes, 4)
-            if step(s, a) == 1 and vector_of([s], a) < each:
+            if (run := _run(s, a)) is not None and run < each:
                 found += each * s.buffer.type.dtype.size * points
     return found
+
+
+@lru_cache(maxsize=4096)
+def _run(s: l.Store, axis: Any) -> int | None:
+    """How many elements along an axis are stored as vectors; None where memory does not run along it."""
+    return vector_of([s], axis) if step(s, axis) == 1 else None
 
 
 def _widened(t: Tile, p: Product) -> float:

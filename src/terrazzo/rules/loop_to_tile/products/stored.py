@@ -4,8 +4,8 @@ memory, or lie in rows that begin anywhere. What was fused is undone so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
@@ -47,18 +47,19 @@ class Stored:
         return [x for x in warpgroups.plans(self.product, gpu) if x.pieces == 1]
 
 
-def stored(merged: l.Kernel, gpu: Gpu) -> Iterator[Stored]:
+@lru_cache(maxsize=1024)
+def stored(merged: l.Kernel, gpu: Gpu) -> tuple[Stored, ...]:
     """A product that runs on instructions of warpgroups only after its operands were stored, or that makes one on its
     way otherwise: as it is, or with digits of its axes apart; and with one axis of steps, where a filter's taps are
     steps beside channels.
     """
     if gpu.warpgroups is None or (on_warpgroups(merged, gpu) and not _makes(merged)):
-        return
+        return ()
     ways = (("merge_product_axes", merged), ("digits_apart", digits_apart(merged)))
     first = next(filter(None, (_stored(rewrite, base, gpu) for rewrite, base in dict.fromkeys(ways))), None)
     flat = even_products(merged)
     one = _stored("even_products", flat, gpu) if flat.stores != merged.stores else None
-    yield from filter(None, (first, one, _unpacked(merged, gpu), _larger_made(merged, gpu)))
+    return tuple(filter(None, (first, one, _unpacked(merged, gpu), _larger_made(merged, gpu))))
 
 
 def _unpacked(base: l.Kernel, gpu: Gpu) -> Stored | None:

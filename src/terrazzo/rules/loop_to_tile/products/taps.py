@@ -46,6 +46,7 @@ class Taps:
     longest: int
 
 
+@lru_cache(maxsize=1024)
 def found(kernel: l.Kernel) -> Taps | None:
     """A kernel as such a sum; None where it is none, or has more taps than points."""
     p = product(kernel)
@@ -190,7 +191,7 @@ def _pieces(taps: Taps, gpu: Gpu) -> list[int]:
     return [1, *(n for n in range(2, taps.longest + 1) if taps.longest % n == 0 and few <= n <= many)]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
     """The ways to run such a sum on instructions of warpgroups, best first; none where it is none."""
     turned = channels_beside(kernel)

@@ -28,10 +28,11 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     return _plans(p.nameless, gpu)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
-    measured = products.plans(p, gpu, True) if gpu.warpgroups else []  # elsewhere rates are those of data sheets
-    return _each([*products.plans(p, gpu), *on_warpgroups(p, gpu), *measured])
+    found = products.plans(p, gpu)
+    others = products.instruction_for(p, gpu)[0] and gpu.warpgroups  # elsewhere rates are those of data sheets
+    return _each([*found, *on_warpgroups(p, gpu), *(products.plans(p, gpu, True) if others else ())])
 
 
 def on_cores(p: Product, gpu: Gpu) -> tuple[Plan, ...]:

@@ -116,7 +116,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     return _plans(p.nameless, gpu)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     found: list[tuple[Plan, int]] = []
     if gpu.warpgroups is None:
@@ -175,6 +175,11 @@ def _reads(p: Product) -> bool:
 def alike(time: float) -> int:
     """A number that times have in common which differ by half a percent at most: less than the model knows."""
     return round(200 * math.log(time))
+
+
+def multiplied(p: Product) -> bool:
+    """Whether there are instructions for numbers such as a product's, wherever they lie."""
+    return {x.dtype for x in p.operands} <= {i.operand for i in INSTRUCTIONS}  # type: ignore[attr-defined]
 
 
 def instructions_for(p: Product, gpu: Gpu) -> tuple[list[WarpgroupInstruction], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from terrazzo.ir.sites import product
 from terrazzo.rules.moves import meeting
 
 
+@lru_cache(maxsize=1024)
 def collapse(kernel: l.Kernel) -> l.Kernel:
     """`kernel` over one axis, where every store is at every point of its axes and nothing scans. The axis runs through
     memory as the first store does.
@@ -156,6 +157,7 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
     return l.Kernel(kernel.name, tuple(merged[a] for a in kernel.axes if a in merged), stores, kernel.source)
 
 
+@lru_cache(maxsize=1024)
 def digits_apart(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with an axis for every digit that operands are read by: in memory, each has steps of its own.
 
@@ -230,6 +232,7 @@ def _number(digits: Sequence[Any]) -> Any:
     return found
 
 
+@lru_cache(maxsize=1024)
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with every reduction over one axis, so that threads and pieces divide all of it. The contractions of a
     product stay as they are, and so do short ones and windows, whose places would be found by dividing.
@@ -333,6 +336,7 @@ def _in_place(r: l.Reduce) -> bool:
     return results > 1 and summed <= results
 
 
+@lru_cache(maxsize=1024)
 def flat_products(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with every sum of products over one axis: the channels and taps of a window are so many steps.
 
