@@ -66,20 +66,20 @@ def quotients(x: l.Load) -> list[FloorDiv]:
 
 def at_rests(e: FloorDiv, points: Collection[Any], steps: Collection[Any]) -> tuple[Any, Any, int] | None:
     """The point, the step and the shift of which e is (point - step + shift) // stride, as in transposed convolutions;
-    None where it is not, or where there are not equally many points for each rest.
+    None where it is not.
     """
     terms = dict(terms_of(e.a))
     shift = terms.pop((), 0)
     point: Any = next((x for (x, *more), c in terms.items() if c == 1 and not more and x in points), None)
     step: Any = next((x for (x, *more), c in terms.items() if c == -1 and not more and x in steps), None)
-    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or point.extent % e.b or shift < 0:
+    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or shift < 0:
         return None
     return point, step, shift
 
 
 def transposed(x: Any, steps: Collection[Any]) -> bool:
-    """Whether an operand is the image of a transposed convolution, which goes phase by phase over an image that lies
-    in boxes.
+    """Whether an operand is the image of a transposed convolution. It goes phase by phase over boxes, where phases are
+    equally long; where they are not, it is faster than by threads that reduce its results on their way, too.
     """
     if not isinstance(x, l.Load) or not (found := quotients(x)):
         return False

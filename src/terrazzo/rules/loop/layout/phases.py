@@ -175,7 +175,7 @@ def _phase(e: FloorDiv, points: Sequence[Any], steps: Sequence[Any]) -> Phase | 
     """What takes the place of a point and a step, of which e is (point - step + shift) // stride; None where it is
     not, or phases have not equally many points.
     """
-    if (moved := at_rests(e, points, steps)) is None:
+    if (moved := at_rests(e, points, steps)) is None or moved[0].extent % e.b:
         return None
     point, step, shift = moved
     among, phase = Var(l.fresh_name(), point.extent // e.b), Var(l.fresh_name(), e.b)
