@@ -143,7 +143,20 @@ def _boxes(kernel: l.Kernel, c: Contraction, rates: Rates, as_it_is: bool) -> bo
     steps = c.reduce.axes
     images = [x for x in c.operands if not as_it_is and strewn(x, steps) and image(x, kernel.axes, steps)[1]]
     others = [x for x in c.operands if x not in images and not (rates.boxes and transposed(x, steps))]
+    if rates.boxes and any(isinstance(x, l.Load) and _together(x, steps) for x in c.operands):
+        return False
     return not looked_up(others) and not any(strewn(x, steps) for x in others)
+
+
+def _together(x: l.Load, steps: Sequence[Any]) -> bool:
+    """Whether several axes of points walk a dimension that steps walk, too, as where results of a convolution are
+    stored window by window: boxes have one axis along each dimension.
+    """
+    return any(
+        len({f for f in e.free if _longer(f)} - {*steps}) > 1 and not e.free.isdisjoint(steps)
+        for e in x.index
+        if isinstance(e, Expr) and not any(isinstance(y, FloorDiv | Mod) for y in topological([e]))
+    )
 
 
 def _own(c: Contraction) -> list[bool]:
