@@ -49,6 +49,7 @@ from terrazzo.rules.loop.fusion.one_kernel import one_kernel
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
+from terrazzo.rules.loop.layout.in_place import images_in_place
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import store_lookups
 from terrazzo.rules.loop.layout.phases import phases_apart
@@ -183,7 +184,8 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    softmaxes = online(phases_apart(p, log, price), log, _refusal(options, tried, used=True), sizes)
+    placed = images_in_place(phases_apart(p, log, price), log, price)
+    softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)

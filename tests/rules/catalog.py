@@ -20,7 +20,7 @@ from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
-from terrazzo.rules.loop.layout import channels, dimensions, layout, lookups, phases, pixels, placed, turned
+from terrazzo.rules.loop.layout import channels, dimensions, in_place, layout, lookups, phases, pixels, placed, turned
 from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
@@ -162,6 +162,9 @@ CATALOG: dict[str, Rewrite] = {
     ),
     "online:phases_apart": of(
         phases.phases_apart, lambda p: phases.phases_apart(p, Log(), lambda steps: float(1 - len(steps)))
+    ),
+    "online:images_in_place": of(
+        in_place.images_in_place, lambda p: in_place.images_in_place(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "online:store_turned": of(
         turned.store_turned, lambda p: turned.store_turned(p, Log(), lambda steps: float(1 - len(steps)))

@@ -140,3 +140,19 @@ def test_a_view_that_is_stored_beside_something_else_leaves_that_alone() -> None
     fused = fuse(parse(text), Log(), target("cpu").rates)
     assert not problem(fused)
     assert {b.name for s in fused.steps for b in s.writes} >= {"z", "y"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_is_not_stored_window_by_window(dtype: torch.dtype, stride: int) -> None:
+    """By what pools it: two axes would walk each dimension of its image, which is no box then. In float32 it left the
+    tensor cores, and a step of 32 x 64 x 64 x 64 took 1572 us by the model, where 552 are enough.
+    """
+
+    def windows(x: Any, w: Any) -> Any:
+        y = F.conv2d(x, w, stride=stride, padding=1)
+        return y.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5).contiguous()
+
+    kernels = fused(windows, ((32, 64, 64, 64), (64, 64, 3, 3)), dtype, "sm_90a")
+    (kernel,) = [x for x in kernels if product(x) is not None]
+    assert [s.buffer.type.rank for s in kernel.stores] == [4]

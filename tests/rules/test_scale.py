@@ -1,4 +1,4 @@
-"""Constants leave contractions, and nothing else moves."""
+"""Constants leave contractions, as do factors that are the same in all steps, and nothing else moves."""
 
 from __future__ import annotations
 
@@ -64,4 +64,45 @@ def test_a_factor_of_one_is_none() -> None:
 def test_what_stays(old: str, new: str) -> None:
     assert old in TEXT
     before, after = scaled(TEXT.replace(old, new))
+    assert after == before
+
+
+SHARED = """@loop
+def f(x: f32[3], y: f32[5, 4]):
+    with kernel('z', z=f32[3, 4]):
+        for a0 in free(3):
+            in0 = x[a0]
+            for a1 in free(4):
+                for r0 in reduce(5):
+                    in1 = y[r0, a1]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                z[a0, a1] = acc0
+    return (z,)
+"""
+
+
+def test_a_factor_that_no_step_moves_leaves_a_sum_that_is_shared() -> None:
+    before, after = scaled(SHARED)
+    (kernel,) = after.steps
+    assert isinstance(kernel, l.Kernel)
+    (total,) = kernel.carried
+    assert total.free == {kernel.axes[1]}  # one sum for all rows
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in before.inputs}
+    for a, b in zip(loop.run(before, inputs, precise=True), loop.run(after, inputs, precise=True), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("y[r0, a1]", "y[r0, a0]"),  # all sums are different
+        ("acc0 <- sum", "acc0 <- max"),
+        ("mul(in0, in1)", "add(in0, in1)"),
+    ],
+)
+def test_what_is_not_shared_stays(old: str, new: str) -> None:
+    assert old in SHARED
+    before, after = scaled(SHARED.replace(old, new))
     assert after == before

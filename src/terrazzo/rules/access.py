@@ -62,10 +62,10 @@ class Boxed:
 
 
 @lru_cache(maxsize=4096)
-def boxed(kind: Type, index: tuple[IntExpr, ...]) -> Boxed:
+def boxed(kind: Type, index: tuple[IntExpr, ...], sides: frozenset[Any]) -> Boxed:
     """The same place in the same memory, under another shape where that is needed: dimensions of one element are left
-    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One that an axis walks
-    in steps of c is two: every c-th element, and which of them.
+    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One that an axis among
+    the `sides` of boxes walks in steps of c is two: every c-th element, and which of them.
     """
     dims = [_Dimension(*x) for x in zip(kind.static_shape, kind.element_strides, index, strict=True)]
     found = [x for x in dims if x.extent != 1 or x.index != 0] or dims
@@ -77,8 +77,8 @@ def boxed(kind: Type, index: tuple[IntExpr, ...]) -> Boxed:
         count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one.index)), 1)
         merged.append(_merged(found[:count]) or found[0])
         del found[:count]
-    parts = [y for x in merged for y in _every(x)]
-    bounds = {y: (x.index, x.extent - 1 - x.index) for x in merged for y in _every(x) if not y.fixed}
+    parts = [y for x in merged for y in _every(x, sides)]
+    bounds = {y: (x.index, x.extent - 1 - x.index) for x in merged for y in _every(x, sides) if not y.fixed}
     for n in reversed(range(len(parts) - 1)):  # what no axis walks joins what follows it, where there are too many
         if len(parts) > MOST_DIMENSIONS and parts[n].fixed and (one := _merged(parts[n : n + 2])):
             bounds.pop(parts[n + 1], None)  # beyond its end the next one begins
@@ -109,11 +109,14 @@ def _merged(dims: Sequence[_Dimension]) -> _Dimension | None:
     return found
 
 
-def _every(x: _Dimension) -> list[_Dimension]:
-    """A dimension that axes walk in steps of c as every c-th element, and which of them that is."""
-    steps = {abs(c) for factors, c in terms_of(x.index).items() if any(isinstance(f, Var) for f in factors)}
-    c = min(steps, default=1)
-    if c < 2 or x.extent % c:
+def _every(x: _Dimension, sides: frozenset[Any]) -> list[_Dimension]:
+    """A dimension that axes walk in steps of c as every c-th element, and which of them that is; the dimension where no
+    side of a box does so.
+    """
+    terms = terms_of(x.index).items()
+    c = min((abs(c) for factors, c in terms if any(isinstance(f, Var) for f in factors)), default=1)
+    walks = any(abs(step) > 1 and any(mentions(f, a) for a in sides) for factors, step in terms for f in factors)
+    if c < 2 or not walks or x.extent % c:
         return [x]
     far = _Dimension(x.extent // c, x.stride * c, floordiv(x.index, c))
     return [far, _Dimension(c, x.stride, mod(x.index, c), True)]
@@ -151,7 +154,7 @@ def box(
     if by_axes is None:
         own, other = box(access, sizes, False, free), box(access, sizes, True, free)
         return own if isinstance(other, str) or not isinstance(own, str) else other
-    place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index)
+    place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index, frozenset(sizes))
     if place is None:
         return f"the place of {access.buffer.name}{list(access.index)} in memory is no sum of multiples of axes"
     if isinstance(access, l.Load):

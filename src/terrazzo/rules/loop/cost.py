@@ -20,7 +20,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, IntExpr, Loaded, Mod, Var, bounds, terms_of
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import Sites, alone, loads, made_of, not_made, sites
-from terrazzo.rules.loop.layout.images import image, strewn
+from terrazzo.rules.loop.layout.images import image, strewn, transposed
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def cost(kernel: l.Kernel, rates: Rates, as_it_is: bool = False) -> float:
     tiled = {c.reduce: c for c in found.contractions.values() if not looked_up(c.operands)}
     if rates.matrix:
         every = found.contractions.values() if found.everywhere and not _astray(found) else ()
-        tiled = {c.reduce: c for c in every if _once(kernel, c) and _boxes(kernel, c, as_it_is)}
+        tiled = {c.reduce: c for c in every if _once(kernel, c) and _boxes(kernel, c, rates, as_it_is)}
     blocked = len(tiled) == len(reductions) and len(steps) < 2 and (rates.matrix or _blocked(found))
     bill = _Bill(rates, rates.fma if blocked else rates.mixed, tiled)
     bill.walk(n.nest(kernel), 1)
@@ -83,7 +83,7 @@ def on_matrix(r: Any, rates: Rates) -> bool:
         return False
     plain = all(
         (isinstance(x, l.Load) and (not x.inside or (rates.boxes and _padded(x))) and not (rates.boxes and _shifted(x)))
-        or (rates.boxes and widened(x))
+        or (rates.boxes and (widened(x) or transposed(x, r.axes)))
         for x in c.operands
     )
     one, other = (f.free - frozenset(r.axes) for f in c.factors)
@@ -138,12 +138,25 @@ def _astray(found: Sites) -> bool:
     return not any(found.sides(a, b) for a in found.kernel.axes for b in found.kernel.axes)
 
 
-def _boxes(kernel: l.Kernel, c: Contraction, as_it_is: bool) -> bool:
-    """Whether operands lie in boxes, or images of them do that are stored first."""
+def _boxes(kernel: l.Kernel, c: Contraction, rates: Rates, as_it_is: bool) -> bool:
+    """Whether operands lie in boxes, or images of them do that are stored first, or those that phases see."""
     steps = c.reduce.axes
     images = [x for x in c.operands if not as_it_is and strewn(x, steps) and image(x, kernel.axes, steps)[1]]
-    others = [x for x in c.operands if x not in images]
+    others = [x for x in c.operands if x not in images and not (rates.boxes and transposed(x, steps))]
+    if rates.boxes and any(isinstance(x, l.Load) and _together(x, steps) for x in c.operands):
+        return False
     return not looked_up(others) and not any(strewn(x, steps) for x in others)
+
+
+def _together(x: l.Load, steps: Sequence[Any]) -> bool:
+    """Whether several axes of points walk a dimension that steps walk, too, as where results of a convolution are
+    stored window by window: boxes have one axis along each dimension.
+    """
+    return any(
+        len({f for f in e.free if _longer(f)} - {*steps}) > 1 and not e.free.isdisjoint(steps)
+        for e in x.index
+        if isinstance(e, Expr) and not any(isinstance(y, FloorDiv | Mod) for y in topological([e]))
+    )
 
 
 def _own(c: Contraction) -> list[bool]:

@@ -12,7 +12,7 @@ from terrazzo.ir.instances import Instance
 from terrazzo.ir.node import per_node, substituted, topological
 from terrazzo.rules.loop.fusion.alike import by_axes
 from terrazzo.rules.loop.fusion.inline import inline, unproved
-from terrazzo.rules.loop.fusion.scale import uncast
+from terrazzo.rules.loop.fusion.scale import scale_after, uncast
 
 LARGEST = 600
 """Nodes of a term beyond which nothing more is inlined into it: compilers get slow, and people cannot read it."""
@@ -62,7 +62,7 @@ def scans_again(kernel: l.Kernel) -> bool:
 
 def viewed(view: l.Kernel, reader: l.Kernel) -> l.Kernel:
     """A reader of a view that reads what it is a view of."""
-    return inline(reader, view)
+    return scale_after(inline(reader, view))
 
 
 def is_view(value: Any) -> bool:

@@ -5,13 +5,13 @@ but they do of the image at the places that points and steps add up to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from math import gcd
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Sum, Var
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Sum, Var, terms_of
 from terrazzo.ir.node import topological, transform
 
 
@@ -56,3 +56,33 @@ def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[
     if any(a in left or r in left for a, r in new):
         return x, {}
     return there, {p: a * s + r * d for (a, r), (p, s, d) in new.items()}
+
+
+def quotients(x: l.Load) -> list[FloorDiv]:
+    """Quotients at which a factor is read that is 0 where there is a rest."""
+    rests = {y for e in x.inside if isinstance(e, Expr) for y in topological([e]) if isinstance(y, Mod)}
+    return [e for e in x.index if isinstance(e, FloorDiv) and e.a % e.b in rests]
+
+
+def at_rests(e: FloorDiv, points: Collection[Any], steps: Collection[Any]) -> tuple[Any, Any, int] | None:
+    """The point, the step and the shift of which e is (point - step + shift) // stride, as in transposed convolutions;
+    None where it is not.
+    """
+    terms = dict(terms_of(e.a))
+    shift = terms.pop((), 0)
+    point: Any = next((x for (x, *more), c in terms.items() if c == 1 and not more and x in points), None)
+    step: Any = next((x for (x, *more), c in terms.items() if c == -1 and not more and x in steps), None)
+    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or shift < 0:
+        return None
+    return point, step, shift
+
+
+def transposed(x: Any, steps: Collection[Any]) -> bool:
+    """Whether an operand is the image of a transposed convolution. It goes phase by phase over boxes, where phases are
+    equally long; where they are not, it is faster than by threads that reduce its results on their way, too.
+    """
+    if not isinstance(x, l.Load) or not (found := quotients(x)):
+        return False
+    allowed = [-(e.a % e.b) for e in found]
+    allowed += [e for i, n in zip(x.index, x.buffer.type.shape, strict=True) for e in (i, n - 1 - i)]
+    return all(e in allowed for e in x.inside) and all(at_rests(e, e.free - {*steps}, steps) for e in found)

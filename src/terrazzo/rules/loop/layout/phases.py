@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, terms_of
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Var
+from terrazzo.ir.node import substitute
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.layout.images import at_rests, quotients
 from terrazzo.rules.loop.layout.lookups import stored_first
 
 PASS, RULE = "online", "phases_apart"
@@ -112,8 +113,8 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
     reduce = p.sites[0].reduce
     steps, args = l.open_binder(reduce)
     loads: list[Any] = [substitute(x, dict(zip(reduce.axes, steps, strict=True))) for x in p.operands]
-    image, filters = sorted(loads, key=lambda x: not _quotients(x))
-    phases = [_phase(e, kernel.axes, steps) for e in _quotients(image)]
+    image, filters = sorted(loads, key=lambda x: not quotients(x))
+    phases = [_phase(e, kernel.axes, steps) for e in quotients(image)]
     found = [y for y in phases if y is not None and y.point not in filters.free]
     if not found or len(found) < len(phases):
         return None
@@ -170,22 +171,13 @@ def _kernel(name: str, axes: Sequence[Any], stores: Sequence[l.Store], source: l
     return l.Kernel(name, tuple(plain.values()), tuple(substitute(s, plain) for s in stores), source.source)
 
 
-def _quotients(x: l.Load) -> list[FloorDiv]:
-    """Quotients at which a factor is read that is 0 where there is a rest."""
-    rests = {y for e in x.inside if isinstance(e, Expr) for y in topological([e]) if isinstance(y, Mod)}
-    return [e for e in x.index if isinstance(e, FloorDiv) and e.a % e.b in rests]
-
-
 def _phase(e: FloorDiv, points: Sequence[Any], steps: Sequence[Any]) -> Phase | None:
     """What takes the place of a point and a step, of which e is (point - step + shift) // stride; None where it is
     not, or phases have not equally many points.
     """
-    terms = dict(terms_of(e.a))
-    shift = terms.pop((), 0)
-    point: Any = next((x for (x, *more), c in terms.items() if c == 1 and not more and x in points), None)
-    step: Any = next((x for (x, *more), c in terms.items() if c == -1 and not more and x in steps), None)
-    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or point.extent % e.b or shift < 0:
+    if (moved := at_rests(e, points, steps)) is None or moved[0].extent % e.b:
         return None
+    point, step, shift = moved
     among, phase = Var(l.fresh_name(), point.extent // e.b), Var(l.fresh_name(), e.b)
     turns = -(-step.extent // e.b)
     return Phase(e, point, step, shift, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)

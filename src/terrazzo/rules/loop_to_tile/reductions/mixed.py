@@ -63,6 +63,8 @@ def lie_alike(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     if len(last) != 1:
         return (kernel,)
     (d,) = last
+    if any(x.buffer.type.element_strides[d] == 1 for x in few):  # rows and columns of one tensor: a copy lies alike
+        return (kernel,)
     copies = {x.buffer: turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, d) for x in few}
     taken: dict[Node, l.Load] = {x: l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside) for x in few}
     return reading(kernel, copies.values(), taken)
