@@ -385,7 +385,7 @@ def alone(name: str, program: Program) -> tuple[Any, Any]:
     if name == "schedule:lie_alike":
         before = with_orders(program)
         return before, CATALOG[name].apply(before)
-    if name == "schedule:filters_by_digits":
+    if name == "store_as_read:pixels_together":
         before = with_shuffles(program)
         return before, CATALOG[name].apply(before)
     if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
