@@ -1,13 +1,15 @@
-"""Sums on a processor stay in registers, in wide blocks of columns."""
+"""Sums on a processor stay in registers, in wide blocks of columns; chains in bfloat16 are vectors."""
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.run.cpu import COMPILER
+from tests.run.cpu import COMPILER, MARCHES
 
 import terrazzo
 from terrazzo.bench.harness import accuracy
@@ -41,3 +43,23 @@ def test_little_work_is_done_in_wide_blocks_of_columns(rows: int, columns: int, 
     assert f"lane3[{lanes}]" in text_of(torch.matmul, v, x)
     ours = terrazzo.compile(torch.matmul, v, x, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})
     assert accuracy([ours(v, x)], [v @ x], [v.double() @ x.double()]).problem == ""
+
+
+@pytest.mark.parametrize("compiler", MARCHES)
+def test_a_maximum_of_what_was_rounded_to_bfloat16_is_in_vectors(compiler: str, tmp_path: Path) -> None:
+    """GCC that knows from the rounding which numbers are NaN branches where the maximum asks for them."""
+    if "Free Software" not in subprocess.run([COMPILER or "", "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("only GCC says which loops are vectors")
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x + y) * y).clamp(0, 6)
+
+    (kernel,) = lowering(
+        capture(fn, [torch.empty(64, 999, dtype=torch.bfloat16)] * 2).program, Options(target="cpu")
+    ).loop.steps
+    assert isinstance(kernel, l.Kernel)
+    (tmp_path / "kernel.cpp").write_text(emit(kernel)[1])
+    flags = "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -fopt-info-vec-optimized -S -o /dev/null"
+    native = [] if "-march" in compiler else ["-march=native"]
+    command = [*shlex.split(compiler), *flags.split(), *native, str(tmp_path / "kernel.cpp")]
+    assert "loop vectorized" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
