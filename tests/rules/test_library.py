@@ -15,7 +15,7 @@ import terrazzo
 from terrazzo import pipelines
 from terrazzo.bench.models import models, traced
 from terrazzo.front.capture import capture
-from terrazzo.hw import library
+from terrazzo.hw import library, processor
 from terrazzo.hw.gpu import GPUS
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import Aten
@@ -99,6 +99,17 @@ OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "one hot": (lambda i: F.one_hot(i, 32), (meta(8192, dtype=torch.int64),)),
     "many rows scanned": (lambda x: x.cumsum(-1), (meta(100_000, 64),)),
 }
+
+
+@pytest.fixture(autouse=True)
+def multiplies(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says whether the processor multiplies bfloat16: it does not, unless a test has it so."""
+
+    def said(does: bool) -> None:
+        monkeypatch.setattr("terrazzo.rules.torch_to_tensor.library.multiplies_bfloat16", lambda: does)
+
+    said(False)
+    return said
 
 
 @pytest.mark.parametrize("name", SLOWER)
@@ -455,3 +466,33 @@ def test_some_convolutions_are_called_on_a_processor(made: Any, shape: Any, call
         assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.convolution.default"] * called
         never = terrazzo.compile(model, x, options={"cache_dir": cache, "libraries": "never"})
         assert not never.compiled.fallbacks
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "called"),
+    [
+        (torch.nn.functional.linear, [(64, 512), (512, 512), (512,)], "addmm"),
+        (torch.nn.functional.linear, [(8, 512), (512, 512), (512,)], None),
+        (torch.nn.functional.linear, [(1, 4096), (4096, 4096), (4096,)], None),
+        (torch.matmul, [(64, 64, 64), (64, 64, 64)], "bmm"),
+        (torch.nn.functional.conv2d, [(1, 64, 48, 48), (64, 64, 1, 1), (64,)], "convolution"),
+        (torch.nn.functional.conv2d, [(1, 64, 8, 8), (64, 64, 1, 1), (64,)], None),
+    ],
+)
+def test_products_in_bfloat16_are_called_where_a_processor_multiplies_such(
+    fn: Any, shapes: Any, called: str | None, multiplies: Any
+) -> None:
+    short, long = ([meta(*shape, dtype=kind) for shape in shapes] for kind in (BF16, torch.float32))
+    assert calls(fn, *short, target="cpu") == []
+    multiplies(True)
+    assert calls(fn, *long, target="cpu") == []
+    assert calls(fn, *short, target="cpu") == ([f"aten.{called}.default"] if called else [])
+    assert calls(fn, *short, target="cpu", libraries="never") == []
+
+
+def test_a_processor_says_what_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, does in (("fpu avx512f avx512_bf16", True), ("amx_bf16 avx512f", True), ("avx2 avx512f bf16", False)):
+        monkeypatch.setattr(processor, "told", lambda flags=flags: {"flags": flags})
+        assert processor.multiplies_bfloat16() == does
+    monkeypatch.setattr(processor, "told", dict)
+    assert not processor.multiplies_bfloat16()

@@ -200,7 +200,7 @@ def access_facts(kernel: Any) -> dict[str, Any]:
 
 def call_facts(call: Call, events: Sequence[Event], gpu: Any = None) -> dict[str, Any]:
     """What there is to say about an op that PyTorch runs, since there is no kernel for it or a library is faster."""
-    from terrazzo.rules.torch_to_tensor.library import is_called, price
+    from terrazzo.rules.torch_to_tensor.library import is_priced, price
 
     results = {b.name for b in call.writes}
     library = next((e.reason for e in events if e.rule == "library" and e.fired and e.subject in results), "")
@@ -214,7 +214,7 @@ def call_facts(call: Call, events: Sequence[Event], gpu: Any = None) -> dict[str
         "source": call.source,
         "reads": _typed(call.reads),
         "writes": _typed(call.writes),
-        **({"price_ns": price(call, gpu)} if gpu is not None and is_called(call) else {}),
+        **({"price_ns": price(call, gpu)} if gpu is not None and is_priced(call) else {}),
         "because": [f"called {library}" if library else f"PyTorch runs it: {why}"],
     }
 

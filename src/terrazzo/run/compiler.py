@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import os
 import platform
 import shlex
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from terrazzo.errors import CompilerBug, Limitation, UserError
+from terrazzo.hw.processor import told
 from terrazzo.options import Options
 from terrazzo.progress import at
 from terrazzo.run.cache import Cache, digest
@@ -163,14 +163,8 @@ def compile_all(sources: Sequence[str], options: Options, cache: Cache) -> list[
 @functools.cache
 def processor() -> str:
     """What machine code here depends on: the name and the features of the processor, and the C library."""
-    told: dict[str, str] = {}
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        # The first paragraph is the first processor's; those of the others, there can be hundreds, repeat it.
-        for line in itertools.takewhile(str.strip, file):
-            name, _, value = line.partition(":")
-            told[name.strip()] = value.strip()
     # x86 says "model name" and "flags", Arm says "CPU part" and "Features".
-    known = [told.get(name, "") for name in ("model name", "flags", "CPU implementer", "CPU part", "Features")]
+    known = [told().get(name, "") for name in ("model name", "flags", "CPU implementer", "CPU part", "Features")]
     return "\n".join([platform.machine(), platform.processor(), *known, _library()])
 
 

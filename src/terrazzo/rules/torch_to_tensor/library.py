@@ -9,12 +9,13 @@ from typing import Any
 
 from terrazzo.hw import library
 from terrazzo.hw.gpu import Gpu
+from terrazzo.hw.processor import multiplies_bfloat16
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type, dense, f32, ordered_strides
+from terrazzo.ir.types import Type, bf16, dense, f32, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
 
@@ -42,7 +43,7 @@ class Libraries:
         found: set[Node] = set()
         for node in nodes:
             if self.gpu is None:
-                if _on_a_processor(node) and is_called(node):
+                if is_called(node) and _on_a_processor(node):
                     why = f"{node.name}: {LIBRARY}'s is faster on a processor"
                     log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
                     found.add(node)
@@ -60,7 +61,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not is_called(node) or any(map(_widened, node.children)):
+        if not is_priced(node) or any(map(_widened, node.children)):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -218,7 +219,15 @@ def takes_any_strides(name: str) -> bool:
 
 def chosen(name: str, dtype: str) -> bool:
     """Whether a call of this op on tensors of this type is one that a library was chosen for."""
-    return name in FAMILIES and library.reach(FAMILIES[name][0], dtype) is not None
+    if name not in FAMILIES:
+        return False
+    family, _ = FAMILIES[name]
+    return library.reach(family, dtype) is not None or (family == "product" and dtype == "bf16")
+
+
+def is_priced(op: Any) -> bool:
+    """Whether it is known what the library takes for an op on a GPU."""
+    return op.name in FAMILIES and library.reach(FAMILIES[op.name][0], _kind(op)) is not None
 
 
 def price(op: Any, gpu: Gpu, tf32: Collection[str] = ()) -> float:
@@ -391,16 +400,25 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 
 def _on_a_processor(op: Aten) -> bool:
     """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
-    enough and are transposed, or have filters of several taps and many channels, and strides or few places.
+    enough and are transposed, or have filters of several taps and many channels, and strides or few places. And all
+    products and convolutions in bfloat16 that are work enough, where the processor multiplies such numbers.
 
     oneDNN takes 0.3 to 0.93 of our time for the gradient of an image, 0.13 to 0.97 for that of weights (two threads;
     3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0
     for transposed convolutions (one thread with AVX-512, eleven of one to three dimensions, 64 channels one by one to
-    512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512).
+    512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512). In bfloat16, which our kernels multiply in
+    float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX).
     """
-    if op.name != FORWARD:
-        return op.name == BACKWARD
-    if _result(op).dtype is not f32 or _convolution(op.args, _result(op), 1) < WORK:
+    if op.name == BACKWARD:
+        return True
+    family, operations = FAMILIES[op.name]
+    if family not in ("product", "convolution"):
+        return False
+    kind, work = _result(op).dtype, operations(op.args, _result(op), 1)
+    if kind is bf16:  # a product with one row, or column, waits for memory
+        waits = op.name != FORWARD and 1 in _result(op).shape[-2:]
+        return work >= WORK_IN_BFLOAT16 and not waits and multiplies_bfloat16()
+    if kind is not f32 or op.name != FORWARD or work < WORK:
         return False
     w, image, strides = op.args[1].type.static_shape, _result(op).static_shape[2:], op.args[3]
     far = max(strides) > 1 or math.prod(image) <= PLACES
@@ -409,6 +427,8 @@ def _on_a_processor(op: Aten) -> bool:
 
 WORK = 2e6
 """Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
+WORK_IN_BFLOAT16 = 1e7
+"""The same of bfloat16: what is gained is half of the time, and a call takes 60 us besides."""
 PLACES, CHANNELS = 256, 64
 """Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {

@@ -30,6 +30,11 @@ def wide(r: Carried) -> bool:
     return isinstance(r, l.Reduce) and r.monoid.name == "sum" and r.dtype is f32
 
 
+def rounds(r: Carried) -> bool:
+    """Whether it sums numbers that are rounded."""
+    return isinstance(r, l.Reduce) and r.monoid.name == "sum" and not types(r)[0].is_integer
+
+
 def accumulators(r: Carried, scope: Scope) -> list[str]:
     """What its accumulators are called."""
     name = scope.names[r]

@@ -19,10 +19,11 @@ from terrazzo.errors import about
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked, chained
-from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, settled, types
+from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
+from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, takes_several
 from terrazzo.targets.cpu.merged import merged
 from terrazzo.targets.cpu.rows import (
     crossing,
@@ -50,8 +51,6 @@ threads."""
 SHORT = 32
 """Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
 
-AT_A_TIME, LITTLE = 4, 4.0
-"""Steps of sums for a block of lanes that are taken together, where the price of one is so low."""
 TILE = 32
 """Side of the squares in which two loops are walked when memory is read across the inner one."""
 
@@ -211,7 +210,7 @@ class _Writer:
         outer, self.parallel = self.parallel, self.parallel or parallel
         inner = scope.inner()
         for k, x in enumerate(nested[: len(nested) - tiled]):
-            lines += ["  " * k + y for y in (*declare(x, inner), _header(x.axes[0], inner, x.kind))]
+            lines += ["  " * k + y for y in (*declare(x, inner), header(x.axes[0], inner, x.kind))]
         depth = "  " * (len(nested) - tiled)
         lines += [
             depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
@@ -243,7 +242,7 @@ class _Writer:
         (axis,) = s.axes
         extent = int(axis.extent)
         parallel = not self.parallel and trips([s]) >= PARALLEL
-        lanes = next((w for w in (256, 64) if extent >= (8 * w if parallel else 3 * w // 4)), 16)
+        lanes = block(s, parallel)
         inner = scope.inner()
         inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
         outer, self.parallel = self.parallel, True
@@ -287,39 +286,29 @@ class _Writer:
         extent = s.axes[0].extent
         end, steps = end or index(extent, scope), steps or (extent if isinstance(extent, int) else SHORT**3)
         others = math.prod(a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes[1:])
-        if all(_rounds(r) for r in s.carried) and steps * others > SHORT:
+        if all(rounds(r) for r in s.carried) and steps * others > SHORT:
             return self.short_columns(s, scope, head, lanes, start, end, steps)
         lines = declare_lanes(s, lanes, scope)
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        heads = [_header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
+        heads = [header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
         body = [heads.pop(), *("  " + x for x in self.lanes(s, inner, head)), "}"]
-        if self.takes_several(s):
-            body = self.several(s, inner, head, *bounds[-1])
+        if takes_several(s):
+            body = self.several(s, inner, head, *bounds[-1], AT_A_TIME * (2 if lanes in WIDE else 1))
         lines += ["  " * k + x for k, x in enumerate(heads)]
         lines += ["  " * len(heads) + x for x in body]
         return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
 
-    def takes_several(self, s: n.Loop) -> bool:
-        """Whether several steps of sums are taken at a time: they are little work, and the same at all places. What is
-        no sum, such as a maximum that keeps NaN, compilers no longer vectorise then.
-        """
-        last, work = s.axes[-1].extent, (x.term for x in s.body if isinstance(x, n.Let))
-        if not all(map(_rounds, s.carried)) or not isinstance(last, int) or last < AT_A_TIME:
-            return False
-        little = sum(x.fn.cost for x in work if isinstance(x, l.Apply)) <= LITTLE
-        return little and not any(isinstance(x, l.Load) and x.inside for x in topological(loads_of(s.body)))
-
-    def several(self, s: n.Loop, scope: Scope, head: Lanes, start: str, end: str) -> list[str]:
+    def several(self, s: n.Loop, scope: Scope, head: Lanes, start: str, end: str, many: int) -> list[str]:
         """The steps of the last axis of sums, several of them in one loop over the lanes: accumulators are read and
         written once for all of these, and as many rows of memory are read side by side.
         """
         axis = s.axes[-1]
         step = scope.names[axis]
         lines = [f"int64_t {step} = {start};"]
-        lines.append(f"for (; {step} + {AT_A_TIME} <= {end}; {step} += {AT_A_TIME}) {{  // {s.kind}")
+        lines.append(f"for (; {step} + {many} <= {end}; {step} += {many}) {{  // {s.kind}")
         lines += ["  " + x for x in head.loop()]
-        for k in range(AT_A_TIME):
+        for k in range(many):
             inner = scope.inner()
             inner.names[axis] = name = scope.fresh("i")
             lines += [f"    const int64_t {name} = {step} + {k};", *("    " + x for x in self.body(s, inner))]
@@ -350,12 +339,12 @@ class _Writer:
         outside = {r: accumulators(r, scope) for r in s.carried}
         inner = scope.inner()
         if steps > SHORT:
-            piece, size = scope.fresh("piece"), next(x for x in (SHORT**3, SHORT**2, SHORT) if x < steps)
-            lines.append(f"for (int64_t {piece} = {start}; {piece} < {end}; {piece} += {size}) {{")
-            until = f"std::min<int64_t>({piece} + {size}, {end})"
+            size = next(x for x in (SHORT**3, SHORT**2, SHORT) if x < steps)
+            loop, piece, until = pieces(start, end, size, scope)
+            lines += loop
             body = self.side_by_side(s, inner, head, lanes, piece, until, size)
         else:
-            lines.append(_header(s.axes[0], inner, s.kind, start, end))
+            lines.append(header(s.axes[0], inner, s.kind, start, end))
             body = self.side_by_side(n.Loop(s.kind, s.axes[1:], s.body, s.carried), inner, head, lanes)
         body += ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {"]
         for r, names in outside.items():
@@ -391,7 +380,7 @@ class _Writer:
         first, *rest = (a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes)
         count = -(-(most or first) // (1 if rest else lanes))  # steps of the first axis
         steps = -(-math.prod(rest) // lanes)  # within one of them
-        if not all(map(_rounds, s.carried)) or count * steps <= SHORT:
+        if not all(map(rounds, s.carried)) or count * steps <= SHORT:
             return self.in_order(s, scope, start, end, lanes, within)
         lines = declare_lanes(s, lanes, scope, long=True) if lanes > 1 else declare(s, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
@@ -399,17 +388,16 @@ class _Writer:
         short = max(SHORT // steps, 1)  # steps of the first axis that are a short sum
         if count > short:
             size = next(x for x in (short * SHORT**2, short * SHORT, short) if x < count) * (1 if rest else lanes)
-            piece = scope.fresh("piece")
-            head = f"for (int64_t {piece} = {start}; {piece} < {end}; {piece} += {size}) {{"
-            body = self.sums(s, inner, piece, f"std::min<int64_t>({piece} + {size}, {end})", lanes, size, True)
+            head, piece, until = pieces(start, end, size, scope)
+            body = self.sums(s, inner, piece, until, lanes, size, True)
         else:
-            head = _header(s.axes[0], inner, s.kind, start, end)
+            head = [header(s.axes[0], inner, s.kind, start, end)]
             others = n.Loop(s.kind, s.axes[1:], s.body, s.carried)
             body = self.sums(others, inner, "0", index(others.axes[0].extent, scope), lanes, within=True)
         added = [x for r, names in outside.items() for x in accumulate(names, r, accumulators(r, inner), scope)]
         if lanes > 1:
             added = ["#pragma omp simd", f"for (int64_t l = 0; l < {lanes}; l++) {{", *("  " + x for x in added), "}"]
-        return [*lines, *stays_a_loop(s, within), head, *("  " + x for x in (*body, *added)), "}"]
+        return [*lines, *stays_a_loop(s, within), *head, *("  " + x for x in (*body, *added)), "}"]
 
     def in_order(self, s: n.Loop, scope: Scope, start: str, end: str, lanes: int, within: bool) -> list[str]:
         """One accumulation after the other; or in so many lanes: it vectorises, and no sum waits for the last one."""
@@ -417,7 +405,7 @@ class _Writer:
         inner = scope.inner()
         outer, last = (s.axes[:-1], s.axes[-1]) if lanes > 1 else (s.axes, None)
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        heads = [_header(a, inner, "reduce", *b) for a, b in zip(outer, bounds, strict=False)]
+        heads = [header(a, inner, "reduce", *b) for a, b in zip(outer, bounds, strict=False)]
         text = self.body(s, inner) if last is None else self.step(s, inner, *bounds[-1], lanes)
         lines += ["  " * k + x for k, head in enumerate(heads) for x in (*stays_a_loop(s, within or k > 0), head)]
         lines += ["  " * len(heads) + x for x in text]
@@ -452,7 +440,11 @@ class _Writer:
         inner = scope.inner()
         chunk, extent = scope.fresh("chunk"), s.axes[0].extent
         self.parallel = True
-        body = self.reduce_loops(s, inner, f"{extent}LL * {chunk} / {CHUNKS}", f"{extent}LL * ({chunk} + 1) / {CHUNKS}")
+        begin, end = inner.fresh("begin"), inner.fresh("end")
+        body = [
+            f"const int64_t {begin} = {extent}LL * {chunk} / {CHUNKS}, {end} = {extent}LL * ({chunk} + 1) / {CHUNKS};",
+            *self.reduce_loops(s, inner, begin, end),
+        ]
         self.parallel = False
         for r, names in outside.items():
             body += [
@@ -474,14 +466,3 @@ class _Writer:
 def _noting(line: str) -> str:
     """A line of a kernel that notes what is bad without a branch: threads and lanes note each for themselves."""
     return line + " reduction(|:bad)" if "#pragma omp" in line else line
-
-
-def _rounds(r: l.Reduce | l.Scan) -> bool:
-    """Whether it sums numbers that are rounded."""
-    return isinstance(r, l.Reduce) and r.monoid.name == "sum" and not types(r)[0].is_integer
-
-
-def _header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "") -> str:
-    scope.names[axis] = name = scope.fresh("i")
-    extent: IntExpr = axis.extent  # type: ignore[attr-defined]
-    return f"for (int64_t {name} = {start}; {name} < {end or index(extent, scope)}; {name}++) {{  // {kind}"

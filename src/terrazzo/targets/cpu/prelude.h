@@ -32,11 +32,12 @@ TZ float tz_widen(f16 x) {
   uint32_t top = scaled >= 65536.0f ? 0x7f800000u : 0u;                     // infinity and NaN
   return tz_bits<float>(tz_bits<uint32_t>(scaled) | top | ((uint32_t)x & 0x8000u) << 16);
 }
-// Both round to nearest even; a NaN stays one.
+// Both round to nearest even; a NaN stays one, by its bits: after a choice GCC would know it in what asks for NaN next,
+// such as a maximum, and branch there, so that the loop is no vectors.
 TZ bf16 tz_narrow_bf16(float x) {
   uint32_t u = tz_bits<uint32_t>(x);
   uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return (bf16)(uint16_t)(x != x ? 0x7fc0u : rounded);
+  return (bf16)(uint16_t)(rounded | (0x7fc0u & (0u - (uint32_t)(x != x))));
 }
 TZ bf16 tz_cut_bf16(float x) { return (bf16)(uint16_t)(tz_bits<uint32_t>(x) >> 16); }
 TZ f16 tz_narrow_f16(float x) {
