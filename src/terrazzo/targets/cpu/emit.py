@@ -24,7 +24,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.targets.cpu import blocked, chained
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
 from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, takes_several
-from terrazzo.targets.cpu.merged import merged
+from terrazzo.targets.cpu.merged import as_stored, merged
 from terrazzo.targets.cpu.rows import (
     crossing,
     groups,
@@ -83,7 +83,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
             f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
         )
     body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
-    body = body or _Writer(merged(kernel), scope).lines()
+    body = body or _Writer(merged(as_stored(kernel)), scope).lines()
     noting = any("tz_among(" in line for line in body)
     lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]

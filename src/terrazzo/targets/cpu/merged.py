@@ -48,6 +48,21 @@ def merged(kernel: l.Kernel) -> l.Kernel:
     return kernel
 
 
+def as_stored(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with its axes in the order in which all of its results lie, where it only goes point by point: images
+    whose channels lie last are walked along these. Axes stay where a sum is computed once for what follows them.
+    """
+    if kernel.scans or any(isinstance(x, l.Reduce) for x in topological(kernel.stores)):
+        return kernel
+    places = [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
+    by: dict[Var, list[Any]] = {a: [coefficient(place, a) for place in places] for a in kernel.axes}
+    if not all(isinstance(x, int) and x > 0 for along in by.values() for x in along):
+        return kernel
+    axes = tuple(sorted(kernel.axes, key=lambda a: -by[a][0]))
+    alike = all(x >= y for a, b in pairwise(axes) for x, y in zip(by[a], by[b], strict=True))
+    return l.Kernel(kernel.name, axes, kernel.stores, kernel.source) if alike and axes != kernel.axes else kernel
+
+
 def _one_run(node: Any) -> Any:
     """A reduction over as few axes as memory lets it."""
     if type(node) is not l.Reduce or len(node.axes) < 2:

@@ -1,0 +1,61 @@
+"""Loops of a processor go the way results lie: over images whose channels lie last, channels are innermost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.run.cpu import COMPILER
+
+import terrazzo
+from terrazzo.bench.harness import accuracy
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.monoid import monoid
+from terrazzo.ir.types import Type, f32
+from terrazzo.targets.cpu.emit import emit
+from terrazzo.targets.cpu.merged import as_stored
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+LAST = (24, 1, 8)
+"""Strides of 2 images of 8 channels and 3 points, channels last."""
+
+
+def kernel(strides: tuple[int, ...] | None, summed: bool = False) -> l.Kernel:
+    """Of each element twice itself, or the sum over images of what has its channel and point."""
+    axes = tuple(Var(name, extent) for name, extent in zip(("a0", "a1", "a2"), (2, 8, 3), strict=True))
+    x, z = (l.Buffer(name, Type(f32, (2, 8, 3), strides)) for name in ("x", "z"))
+    value: Any = l.apply("add", l.Load(x, axes), l.Load(x, axes))
+    if summed:
+        r = Var("r0", 2)
+        value = l.Reduce.make(monoid("sum"), (r,), (l.Load(x, (r, axes[1], axes[2])),))
+    return l.Kernel("z", axes, (l.Store(z, axes, value),))
+
+
+def test_axes_are_in_the_order_of_what_is_stored() -> None:
+    given = kernel(LAST)
+    a0, a1, a2 = given.axes
+    assert as_stored(given).axes == (a0, a2, a1)
+    assert "i0 < 48" in emit(given)[1]  # one run
+    assert as_stored(kernel(None)) == kernel(None)
+    assert as_stored(kernel(LAST, summed=True)).axes == kernel(LAST, summed=True).axes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_in_several_orders_is_computed_in_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y, c = torch.randn(2, 40, 33, 34, dtype=dtype), torch.randn(2, 40, 33, 34, dtype=dtype), torch.randn(40)
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    def fn(x: Any, y: Any, c: Any) -> Any:
+        one = torch.relu(x * c[:, None, None])
+        return one, (one + y).sum(1), one.transpose(1, 3).contiguous() - 1, one.mean((2, 3))
+
+    options = {"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER}
+    given = (x, y, c.to(dtype))
+    ours, eager = terrazzo.compile(fn, *given, options=options)(*given), fn(*given)
+    exact = fn(*(t.double() for t in given))
+    assert accuracy(list(ours), list(eager), list(exact)).problem == ""
