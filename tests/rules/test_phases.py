@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import numpy as np
@@ -152,3 +153,15 @@ def test_filters_of_few_channels_come_by_tma(monkeypatch: pytest.MonkeyPatch) ->
     assert any(isinstance(s, k.MultiplyAsync) for s in k.walk(last.body))
     exact, (ours,) = found.fn(*(x.double() for x in args)).numpy(), found.simulated()
     assert np.sqrt(((ours.astype(np.float64) - exact) ** 2).mean() / (exact**2).mean()) <= 2.0**-8
+
+
+def test_boxes_lie_along_rows_of_results() -> None:
+    """Which leave from registers: along a batch, each element is in a sector of its own, and 128 x 64 x 258 x 258 with
+    the means of its rows took 11 ms on an H200, where eager takes 4.
+    """
+    args = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((128, 16, 128, 128), (16, 64, 3, 3))]
+    program = capture(lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1), tuple(args), {}).program
+    found = lowering(program, Options(target="sm_90a", libraries="never"))
+    (said,) = {e.reason for e in found.log.events if e.rule == "boxes" and e.fired}
+    *_, last = re.findall(r"\d+", said.partition(" by ")[0])
+    assert int(last) >= 8, said
