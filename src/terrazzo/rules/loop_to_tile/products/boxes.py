@@ -197,7 +197,7 @@ def _boxes(count: int, extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _slots(x: Moved, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2
+    results = RESULTS * tile.m * _width(tile) * 2 * len(set(x.kernel.writes))
     return min(SLOTS, (gpu.shared - 2048 - results) // _held(x, tile))
 
 
