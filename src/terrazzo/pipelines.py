@@ -133,17 +133,15 @@ def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
     return rows_gathered(fused, log, rates, kept)
 
 
-def _dimensions(p: Any, log: Log, options: Options) -> Any:
-    """Operands of products with the dimensions by which these read them, copied where tensor cores multiply them."""
-    gpu = target(options.target).gpu
-    copied = gpu is not None and gpu.warpgroups is not None
-    return dimensions_of_products(pixels_together(p, log) if copied else p, log, copied)
-
-
-def _images(p: Any, log: Log, options: Options) -> Any:
-    """Images channels last, where tensor cores read them so; and kernels along what they store."""
-    gpu = target(options.target).gpu
-    return along_results(channels_last(p, log) if gpu and gpu.warpgroups else p, log)
+def _as_read(p: l.Program, log: Log, options: Options) -> l.Program:
+    """Buffers as those who read them have them: by the dimensions that products go along, and images channels last,
+    where tensor cores read them so; and kernels along what they store.
+    """
+    boxes = bool((gpu := target(options.target).gpu) and gpu.warpgroups)
+    p = narrow(p, log)
+    p = dimensions_of_products(pixels_together(p, log) if boxes else p, log, copied=boxes)
+    p = store_as_read(p, log)
+    return along_results(channels_last(p, log) if boxes else p, log)
 
 
 def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -273,7 +271,7 @@ PASSES = (
     Pass("lookups", "loop", "loop", "operands of products that data says where to look up are stored first",
          lambda p, log, o, tried: store_lookups(p, log, target(o.target).rates) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
-         lambda p, log, o, tried: _images(store_as_read(_dimensions(narrow(p, log), log, o), log), log, o)),
+         lambda p, log, o, tried: _as_read(p, log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",
          lambda p, log, o, tried: pass_views(p, log)),
     Pass("relax", "loop", "loop", "what is rounded to 16 bits at once is computed no more exactly than that asks for",
