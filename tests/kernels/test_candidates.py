@@ -4,7 +4,7 @@ needed for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.candidates import candidates
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.rules.tile.complete import Refused
-from terrazzo.run import nvrtc
+from terrazzo.run import cuda, nvrtc
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
 from terrazzo.run.cuda import build, emit_all
@@ -139,6 +139,24 @@ def test_after_matrix_instructions_come_cuda_cores_and_a_plain_schedule_and_the_
         chosen.startswith("tile: ") and "it runs all the same, for what is left reads memory for every point" in chosen
     )
     assert [p.read_bytes()[:4] for p in built.paths.values()] == [b"\x7fELF"]
+
+
+def test_what_another_process_builds_in_time_has_not_lost(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its facts take the place of those of a compilation that took too long, while others are not waited for."""
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.cumsum(0), x.sum(1)
+
+    real, asked = cuda.compile_each, []
+
+    def each(sources: Sequence[str], arch: str, cache: Cache, enough: Any) -> dict[str, nvrtc.Made]:
+        asked.append(len(sources))
+        made = real(sources, arch, cache, enough)
+        return made if len(asked) > 1 else dict(list(made.items())[:1])
+
+    monkeypatch.setattr(cuda, "compile_each", each)
+    built = compiled(cache, both, e(64, 96))
+    assert asked == [2, 2] and len(built.paths) == 2 and not lost(built)
 
 
 def test_a_source_that_does_not_compile_lost_too(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,7 +314,9 @@ def build(
         seconds["emit"] += begun - start
         seconds["compile"] += ended - begun
         if not _lost(lowering, options, of, known, made, tried):
-            break
+            if len(made) == len(compiled):
+                break
+            continue  # what had lost was built meanwhile by another process, which had more time
         known |= {source for source in made if tried.of(source)}  # who is chosen again is the last there is
         lowering = rescheduled(lowering, options, tried)
         seconds["again"] += time.perf_counter() - ended
