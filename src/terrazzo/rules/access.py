@@ -110,13 +110,12 @@ def _merged(dims: Sequence[_Dimension]) -> _Dimension | None:
 
 
 def _every(x: _Dimension, sides: frozenset[Any]) -> list[_Dimension]:
-    """A dimension that axes walk in steps of c as every c-th element, and which of them that is; the dimension where no
-    side of a box does so.
+    """A dimension that axes walk in steps of c as every c-th element, and which of them that is: what lies beyond the
+    end of a side is beyond that, and reads as zeros. The dimension where no side of a box goes along it.
     """
     terms = terms_of(x.index).items()
     c = min((abs(c) for factors, c in terms if any(isinstance(f, Var) for f in factors)), default=1)
-    walks = any(abs(step) > 1 and any(mentions(f, a) for a in sides) for factors, step in terms for f in factors)
-    if c < 2 or not walks or x.extent % c:
+    if c < 2 or not any(mentions(x.index, a) for a in sides) or x.extent % c:
         return [x]
     far = _Dimension(x.extent // c, x.stride * c, floordiv(x.index, c))
     return [far, _Dimension(c, x.stride, mod(x.index, c), True)]
@@ -142,17 +141,22 @@ class Box:
 
 
 def box(
-    access: l.Load | l.Store, sizes: Mapping[Any, int], by_axes: bool | None = None, free: Collection[Any] = ()
+    access: l.Load | l.Store,
+    sizes: Mapping[Any, int],
+    by_axes: bool | None = None,
+    free: Collection[Any] = (),
+    beyond: Collection[Any] = (),
 ) -> Box | str:
     """The box that has so many places of each of some axes, or why TMA moves no such box.
 
     The tensor is the buffer, as `boxed` has it, or, `by_axes`, its memory as a tensor that has a dimension for every
     axis of the access and ends where they do: what lies beyond reads as zeros, and nothing is stored there. None is for
-    either, the buffer first. What lies beyond the end of `free` axes may be moved. Where boxes go beyond an axis that
-    walks the first part of a dimension, or one amid others, as of a slice, the tensor ends with it.
+    either, the buffer first. Where an axis walks a part of a dimension, as of a slice, the tensor ends with that.
+    Boxes go beyond the end of an axis that is no multiple of theirs, and of those that are walked `beyond` it, as where
+    the blocks of a cluster share its steps; of `free` axes, what lies there may be moved.
     """
     if by_axes is None:
-        own, other = box(access, sizes, False, free), box(access, sizes, True, free)
+        own, other = (box(access, sizes, x, free, beyond) for x in (False, True))
         return own if isinstance(other, str) or not isinstance(own, str) else other
     place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index, frozenset(sizes))
     if place is None:
@@ -166,10 +170,10 @@ def box(
             return f"TMA takes one axis with a stride of one along each dimension, not {e}"
         for a in mine:  # at most one
             end = substitute(e, {a: a.extent})
-            if a.extent % sizes[a] and end != extent and a not in free:
-                if not isinstance(end, int) or not 0 < end < extent:
-                    return f"what lies beyond {a} is not beyond the tensor, and TMA would move it"
+            if isinstance(end, int) and 0 < end < extent:
                 shape[d] = end
+            elif end != extent and a not in free and (a in beyond or a.extent % sizes[a]):
+                return f"what lies beyond {a} is not beyond the tensor, and TMA would move it"
         sides.append(sizes[mine[0]] if mine else 1)
         along.append(mine[0] if mine else None)
     return Box(by_axes, _as_far_as(place, shape), tuple(sides), tuple(along))

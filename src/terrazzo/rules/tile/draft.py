@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -127,6 +127,11 @@ class Draft:
         """How much of an axis a block has in one step: what its threads, registers and instructions divide."""
         levels = ("grid", "cluster", "time", "block")
         return math.prod(f.size for f in self.binding(axis, site) if f.level not in levels)
+
+    def beyond(self, axes: Iterable[Any], site: Site | None) -> frozenset[Any]:
+        """Those of the axes that blocks and their steps walk beyond the end of."""
+        walked = {a: math.prod(f.size for f in self.binding(a, site)) for a in axes}
+        return frozenset(a for a, n in walked.items() if isinstance(a.extent, int) and n > a.extent)
 
     def times(self, axis: Any, site: Site | None) -> tuple[Factor, ...]:
         """The factors of an axis that are loops over steps."""

@@ -83,7 +83,8 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
         not turned or (put == "stmatrix" and by == "tma"),
         f"{name} is contiguous along {product.m}: matrices are turned by stmatrix, and leave by TMA",
     )
-    boxes = box(s, parts(draft, product, width, turned)) if by == "tma" else ""
+    sizes = parts(draft, product, width, turned)
+    boxes = box(s, sizes, None, (), draft.beyond(sizes, draft.site(product.sites[0]))) if by == "tma" else ""
     by_axes = not isinstance(boxes, str) and boxes.by_axes
     args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box, turned)
     line = Result(name, agent, f"{name}_s", *args)
@@ -125,7 +126,7 @@ def parts(draft: Draft, product: Product, width: int, turned: bool = False) -> d
 def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> str:
     """Why the subtiles of a store are no boxes that TMA takes away, or nothing."""
     sizes = parts(draft, product, line.width, line.turned)
-    found = box(store, sizes, line.by_axes)
+    found = box(store, sizes, line.by_axes, (), draft.beyond(sizes, draft.site(product.sites[0])))
     if isinstance(found, str):
         return found
     *_, inner = sizes

@@ -128,7 +128,8 @@ class Slab:
             need(not (why := self.by.refuses(self.term, vector)), f"{self.name}: {why}")
         text, along = operand_text(self.term), axis_name(memory)
         plain = self.by.boxes and isinstance(self.term, l.Load)
-        boxes = box(self.term, sizes, None, self.draft.kernel.axes) if plain else ""  # type: ignore[arg-type]
+        own = self.draft.beyond(sizes, self.site)
+        boxes = box(self.term, sizes, None, self.draft.kernel.axes, own) if plain else ""  # type: ignore[arg-type]
         by_axes = not isinstance(boxes, str) and boxes.by_axes
         line = Stream(name, text, self.ring.name, words, along, vector, swizzle, pad, panel, cast, by_axes)
         self.aligned(line, axes, sizes)
@@ -285,7 +286,7 @@ class Slab:
         free: Sequence[Any],
     ) -> str:
         """Why the slab is no box of a tensor, or nothing."""
-        found = box(term, sizes, by_axes, free)
+        found = box(term, sizes, by_axes, free, self.draft.beyond(sizes, self.site))
         if isinstance(found, str):
             return found
         if any(e not in found.place.bounds for e in term.inside):
