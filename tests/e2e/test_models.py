@@ -47,7 +47,7 @@ def check(module: Any, args: Any, kwargs: Any, options: Any) -> None:
 def test_model(name: str, tmp_path: Any) -> None:
     torch.manual_seed(0)
     make, inputs = MODELS[name]
-    check(make(), inputs(), {}, {"cache_dir": tmp_path})
+    check(make(), inputs(), {}, {"cache_dir": tmp_path, "libraries": "never"})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,7 +61,7 @@ def test_model_by_the_interpreter(name: str) -> None:
 @pytest.mark.parametrize("dtype", ("f32", "bf16"))
 def test_layer(name: str, dtype: str, tmp_path: Any) -> None:
     module, args, kwargs = huggingface.load(name, layer=0, seq_len=16, random_weights=True, dtype=dtype)
-    check(module, args, kwargs, {"cache_dir": tmp_path})
+    check(module, args, kwargs, {"cache_dir": tmp_path, "libraries": "never"})
 
 
 def test_torch_compile_trains() -> None:

@@ -43,5 +43,5 @@ def test_an_einsum_over_the_first_axis_and_the_last_runs_on_tensor_cores() -> No
     x, w = torch.zeros(1024, 512, 8, dtype=torch.bfloat16), torch.zeros(512, 512, 8, dtype=torch.bfloat16)
     found = lowered(lambda x, w: torch.einsum("big,iog->bo", x, w), (x, w), "sm_90a").lowering
     kernels = [s for s in found.loop.steps if isinstance(s, l.Kernel)]
-    assert sorted(s.writes[0].type.shape for s in kernels) == [(512, 4096), (1024, 512), (1024, 4096)]
+    assert sorted(s.writes[0].type.shape for s in kernels) == [(512, 4096), (1024, 512)]  # x lies so
     assert "wgmma" in "".join(found.at("tile").beside(n) for n in range(len(kernels)))
