@@ -4,19 +4,20 @@ rests that points leave, their phases, are axes of their own, and steps only tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Var
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import Type
+from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.layout.images import at_rests, quotients
 from terrazzo.rules.loop.layout.lookups import stored_first
+from terrazzo.rules.loop.precision.number_parts import order_of
 
 PASS, RULE = "online", "phases_apart"
 
@@ -106,7 +107,9 @@ def phases_apart(program: l.Program, log: Log, price: Callable[[Sequence[l.Kerne
 
 
 def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
-    """A kernel that stores filters phase by phase, and the one that reads them; None where an image has no phases."""
+    """A kernel that stores filters phase by phase, and the one that reads them; None where an image has no phases.
+    Where these have not equally many points, it stores what they would have, and a third one what there is of it.
+    """
     p = product(kernel)
     if p is None or len(p.sites) != 1 or len(p.operands) != 2 or not all(isinstance(x, l.Load) for x in p.operands):
         return None
@@ -135,8 +138,48 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
     taken = {image: l.Load.make(image.buffer, index, tuple(inside)), filters: place}
     term = l.Reduce.make(reduce.monoid, tuple(walked), tuple(substitute(x, taken) for x in args))
     points: dict[Any, Any] = {y.point: y.among * y.stride + y.phase for y in found}
+    sizes = {y.point: y.among.extent * y.stride for y in found if y.point.extent % y.stride}
+    if sizes:
+        whole = _all_points(kernel, {reduce: term}, points, sizes, axes, names)
+        return (stored, *whole) if whole is not None else None
     stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
     return stored, _kernel(kernel.name, axes, stores, kernel)
+
+
+def _all_points(
+    kernel: l.Kernel,
+    taken: Mapping[Any, Any],
+    points: Mapping[Any, Any],
+    sizes: Mapping[Any, int],
+    axes: Sequence[Any],
+    names: Set[str],
+) -> tuple[l.Kernel, ...] | None:
+    """A kernel of phases that go on beyond the last point, so that all have equally many, and one that stores what
+    there is of its results. Points have `sizes` there, and nothing else is read beyond theirs. None where a store has
+    one of them in no dimension of its own.
+    """
+    if any(sum(e is a for e in s.index) != 1 for s in kernel.stores for a in sizes):
+        return None
+    (reduce,) = taken
+    new = dict(taken)
+    for x in topological([s.value for s in kernel.stores], lambda x: x is reduce):
+        if isinstance(x, l.Load):
+            ends = tuple(a.extent - 1 - points[a] for a in sizes if a in x.free)
+            y = substitute(x, points)
+            new[x] = l.Load.make(y.buffer, y.index, (*y.inside, *ends))
+    wide = {s.buffer: _widened(s, sizes, names) for s in kernel.stores}
+    stores = [substitute(substitute(l.Store(wide[s.buffer], s.index, s.value), new), points) for s in kernel.stores]
+    whole = _kernel(unused(f"{kernel.name}_whole", {*names}), axes, stores, kernel)
+    there = tuple(l.Store(s.buffer, s.index, l.Load.make(wide[s.buffer], s.index)) for s in kernel.stores)
+    return whole, l.Kernel(kernel.name, kernel.axes, there, kernel.source)
+
+
+def _widened(s: l.Store, sizes: Mapping[Any, int], names: Set[str]) -> l.Buffer:
+    """What a store writes to, with room for so many points of axes."""
+    kind = s.buffer.type
+    shape = tuple(sizes.get(e, n) for e, n in zip(s.index, kind.static_shape, strict=True))
+    strides = None if kind.strides is None else ordered_strides(shape, order_of(kind))
+    return l.Buffer(unused(f"{s.buffer.name}_whole", {*names}), Type(kind.dtype, shape, strides))
 
 
 def _by_phases(
@@ -173,11 +216,11 @@ def _kernel(name: str, axes: Sequence[Any], stores: Sequence[l.Store], source: l
 
 def _phase(e: FloorDiv, points: Sequence[Any], steps: Sequence[Any]) -> Phase | None:
     """What takes the place of a point and a step, of which e is (point - step + shift) // stride; None where it is
-    not, or phases have not equally many points.
+    not.
     """
-    if (moved := at_rests(e, points, steps)) is None or moved[0].extent % e.b:
+    if (moved := at_rests(e, points, steps)) is None:
         return None
     point, step, shift = moved
-    among, phase = Var(l.fresh_name(), point.extent // e.b), Var(l.fresh_name(), e.b)
+    among, phase = Var(l.fresh_name(), -(-point.extent // e.b)), Var(l.fresh_name(), e.b)
     turns = -(-step.extent // e.b)
     return Phase(e, point, step, shift, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)
