@@ -1,4 +1,4 @@
-"""Store images whose neighbouring pixels products take for channels with these in one dimension.
+"""Store images whose neighbouring pixels are channels of products, with all of these in one dimension.
 
 Pixels are shuffled among channels behind a convolution that makes images larger (`pixel_shuffle`), and back in its
 gradients: their channels are one axis, of which an image in memory has some digits beside each other, and others are
@@ -83,26 +83,29 @@ def pixels_together(program: l.Program, log: Log, often: int = OFTEN) -> l.Progr
         return (z,)
     """
     taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
-    made: dict[tuple[l.Buffer, Shuffle], l.Buffer] = {}
+    made: list[l.Buffer] = []
+    there: dict[tuple[l.Buffer, Shuffle], l.Buffer] = {}
     steps: list[l.Kernel | l.Call] = []
     for s in program.steps:
         read: dict[Any, Any] = {}
         for x, axis, how in _shuffled(s, often) if isinstance(s, l.Kernel) else ():
             key = x.buffer, how
             name = f"{x.buffer.name}_together"
-            if key not in made and name not in taken:
+            if key not in there and name not in taken:
                 taken.add(name)
-                made[key] = l.Buffer(name, Type(x.dtype, how.shape(x.buffer)))
-                steps.append(_stored(x.buffer, made[key], how))
-                log.add(Event(PASS, RULE, x.buffer.name, True, f"{x.buffer.type} is stored as {made[key].type}"))
-            if key in made:
-                read[x] = l.Load.make(made[key], _places(x, axis, how), x.inside)
+                there[key] = l.Buffer(name, Type(x.dtype, how.shape(x.buffer)))
+                made.append(there[key])
+                steps.append(_stored(x.buffer, there[key], how))
+                log.add(Event(PASS, RULE, x.buffer.name, True, f"{x.buffer.type} is stored as {there[key].type}"))
+            if key in there:
+                read[x] = l.Load.make(there[key], _places(x, axis, how), x.inside)
         if read and isinstance(s, l.Kernel):
             s = l.Kernel(s.name, s.axes, tuple(substitute(y, read) for y in s.stores), s.source)
         steps.append(s)
+        there = {key: b for key, b in there.items() if key[0] not in s.writes}
     if not made:
         return program
-    log.applied(PASS, RULE, ", ".join(b.name for b in made.values()), program.steps, steps)
+    log.applied(PASS, RULE, ", ".join(b.name for b in made), program.steps, steps)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
