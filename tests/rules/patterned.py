@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.rules.catalog import CATALOG
@@ -356,40 +357,26 @@ def _in_one(found: Any) -> Any:
     return loop.Program(found.name, found.inputs, tuple(steps), found.results)
 
 
+PATTERNS: dict[str, Callable[[Program], Any]] = {
+    "remake:in_windows": lambda program: lift(with_rows(program)),  # before fusion, which leaves little that is stored
+    "windows:places_read": with_places,
+    "fuse:reduced_already": with_shares,
+    "renew:only_changed": with_a_state,
+    "schedule:factor_apart": with_products,
+    "schedule:taps_apart": with_taps,
+    "online:images_in_place": with_a_crop,
+    "store_as_read:dimensions_of_products": with_groups,
+    "schedule:lie_alike": with_orders,
+    "store_as_read:pixels_together": with_shuffles,
+    "remake:divide": with_states,  # fusion seldom makes one kernel of what is read apart in so few steps
+}
+"""Programs with what some rewrites look for, and random ones do not have."""
+
+
 def alone(name: str, program: Program) -> tuple[Any, Any]:
     """What a rewrite is given of a random program, and what it makes of that; the same twice where it does not fire."""
-    if name == "remake:in_windows":  # before fusion, which leaves little that is stored
-        before = lift(with_rows(program))
-        return before, CATALOG[name].apply(before)
-    if name == "windows:places_read":
-        before = with_places(program)
-        return before, CATALOG[name].apply(before)
-    if name == "fuse:reduced_already":
-        before = with_shares(program)
-        return before, CATALOG[name].apply(before)
-    if name == "renew:only_changed":
-        before = with_a_state(program)
-        return before, CATALOG[name].apply(before)
-    if name == "schedule:factor_apart":
-        before = with_products(program)
-        return before, CATALOG[name].apply(before)
-    if name == "schedule:taps_apart":
-        before = with_taps(program)
-        return before, CATALOG[name].apply(before)
-    if name == "online:images_in_place":
-        before = with_a_crop(program)
-        return before, CATALOG[name].apply(before)
-    if name == "store_as_read:dimensions_of_products":
-        before = with_groups(program)
-        return before, CATALOG[name].apply(before)
-    if name == "schedule:lie_alike":
-        before = with_orders(program)
-        return before, CATALOG[name].apply(before)
-    if name == "store_as_read:pixels_together":
-        before = with_shuffles(program)
-        return before, CATALOG[name].apply(before)
-    if name == "remake:divide":  # fusion seldom makes one kernel of what is read apart in so few steps
-        before = with_states(program)
+    if name in PATTERNS:
+        before = PATTERNS[name](program)
         return before, CATALOG[name].apply(before)
     program = seasoned(program)
     if name.startswith("tensor_to_loop"):

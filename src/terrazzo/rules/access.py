@@ -64,8 +64,8 @@ class Boxed:
 @lru_cache(maxsize=4096)
 def boxed(kind: Type, index: tuple[IntExpr, ...], sides: frozenset[Any]) -> Boxed:
     """The same place in the same memory, under another shape where that is needed: dimensions of one element are left
-    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One that an axis among
-    the `sides` of boxes walks in steps of c is two: every c-th element, and which of them.
+    out, the contiguous one comes last, and those in which the digits of one axis stand are one. One along which a side
+    of boxes goes, of these axes, and that others walk in steps of c is two: every c-th element, and which of them.
     """
     dims = [_Dimension(*x) for x in zip(kind.static_shape, kind.element_strides, index, strict=True)]
     found = [x for x in dims if x.extent != 1 or x.index != 0] or dims
@@ -77,8 +77,9 @@ def boxed(kind: Type, index: tuple[IntExpr, ...], sides: frozenset[Any]) -> Boxe
         count = next((n for n in range(1, len(found) + 1) if (one := _merged(found[:n])) and _plain(one.index)), 1)
         merged.append(_merged(found[:count]) or found[0])
         del found[:count]
-    parts = [y for x in merged for y in _every(x, sides)]
-    bounds = {y: (x.index, x.extent - 1 - x.index) for x in merged for y in _every(x, sides) if not y.fixed}
+    split = [(x, _every(x, sides)) for x in merged]
+    parts = [y for _, own in split for y in own]
+    bounds = {y: (x.index, x.extent - 1 - x.index) for x, own in split for y in own if not y.fixed}
     for n in reversed(range(len(parts) - 1)):  # what no axis walks joins what follows it, where there are too many
         if len(parts) > MOST_DIMENSIONS and parts[n].fixed and (one := _merged(parts[n : n + 2])):
             bounds.pop(parts[n + 1], None)  # beyond its end the next one begins
