@@ -13,6 +13,8 @@ from torch import nn
 from terrazzo.errors import UserError
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import GPUS
+from terrazzo.interp.loop import run
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.text import parse
 from terrazzo.options import MODES, Options
@@ -37,7 +39,7 @@ class Made:
         self.us = us
         self.jobs: list[Sequence[str]] = []
 
-    def measure(self, programs: Sequence[str], seconds: float) -> list[tuple[str, float | None]]:
+    def measure(self, programs: Sequence[str], seconds: float, source: str = "") -> list[tuple[str, float | None]]:
         self.jobs.append(programs)
         made = [self.us(n) for n in range(len(programs))]
         return [(x, None) if isinstance(x, str) else ("", x) for x in made]
@@ -107,6 +109,22 @@ def test_equal_kernels_are_measured_once_and_the_longest_first(tmp_path: Path) -
     steps = [s for s in done.at("loop").steps if hasattr(s, "stores")]
     assert sum(count for _, count in work) == len(steps) and max(count for _, count in work) == 3
     assert work[0][1] == 3
+
+
+def test_what_a_kernel_reads_is_made_by_those_that_write_it() -> None:
+    """Parts of float32 numbers beside random scales would send the product the slow way, which is made for NaN."""
+    rows, columns = torch.zeros(512, 2048), torch.zeros(256, 2048)
+    program = capture(torch.nn.functional.linear, (rows, columns), {}).program
+    done = lowering(program, Options(target="sm_90a", libraries="never", fp32="split"))
+    (product,) = search.sources(done)
+    source = search.sources(done)[product]
+    x, w = (torch.randn(i.type.static_shape).numpy() for i in source.inputs)
+    given = {source.inputs[0].name: x, source.inputs[1].name: w}
+    given |= {b.name: made for b, made in zip(source.results, run(source, given), strict=True)}
+    assert set(given) == {b.name for b in product.reads}
+    (result,) = run(l.Program("alone", product.reads, (product,), product.writes), given)
+    expected = x.astype("float64") @ w.astype("float64").T
+    assert abs(result - expected).max() < 1e-5 * abs(expected).max()
 
 
 def test_without_a_gpu_nothing_is_measured_and_the_command_says_so() -> None:

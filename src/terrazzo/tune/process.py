@@ -48,16 +48,17 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def measure(self, programs: Sequence[str], seconds: float) -> list[tuple[str, float | None]]:
-        """For every program why it is out, or "", and the microseconds it took. One during which the process ends, or
-        does not answer, is out, and the others are measured without it.
+    def measure(self, programs: Sequence[str], seconds: float, source: str = "") -> list[tuple[str, float | None]]:
+        """For every program why it is out, or "", and the microseconds it took, of inputs that the program `source`
+        writes, if there is one, beside random ones. One during which the process ends, or does not answer, is out, and
+        the others are measured without it.
         """
         found: list[tuple[str, float | None]] = [("", None)] * len(programs)
         left = list(range(len(programs)))
         while left:
             done = 0
             try:
-                self._send({"programs": [programs[n] for n in left], "seconds": seconds, **self.job})
+                self._send({"programs": [programs[n] for n in left], "seconds": seconds, "source": source, **self.job})
                 for n in left:
                     found[n] = str(self._answer(ANSWERS)), None
                     done += 1

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
 from terrazzo.hw.gpu import Gpu
-from terrazzo.ir.canonical import canonical, plain
+from terrazzo.ir.canonical import canonical, plain, with_buffers
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -35,6 +35,8 @@ MOST = 24
 """Candidates of a kernel that are measured: the first by the model."""
 EACH = 1.0
 """Seconds in which all candidates of a kernel are timed, once they are built."""
+FAR = 2
+"""Kernels one after the other that make what a kernel is measured with, from random numbers."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ def tune(program: Any, options: Options, device: str, again: bool = False) -> li
     found = []
     with working("tuning"), Worker(machine.device, options) as worker:
         known = machine.lost(options, cache)
-        work = kernels(lowering(program, options, tried=known), options, gpu)
+        done = lowering(program, options, tried=known)
+        work, made = kernels(done, options, gpu), sources(done)
         for n, (kernel, count) in enumerate(work):
             at(f"tuning {plain(kernel.name)}", n, len(work))
             timings = [] if again else measured.timings(kernel)
             if not timings and time.monotonic() < end:
-                timings = _measured(kernel, options, gpu, cache, worker)
+                timings = _measured(kernel, options, gpu, cache, worker, made.get(kernel))
                 measured.keep(kernel, timings)
             found.append(Tuned(kernel, count, tuple(timings)))
     return found
@@ -93,15 +96,53 @@ def kernels(done: Lowering, options: Options, gpu: Gpu) -> list[tuple[l.Kernel, 
     """The canonical forms of the kernels that are to have a schedule, how many have each, the longest first by the
     model. Those with a schedule of the user's have theirs.
     """
-    upper = [p for stage, p, _ in done.stages if stage.dst == "loop"]
     theirs = " ".join(options.schedules)
-    steps = [s for s in (upper[-1] if upper else done.loop).steps if isinstance(s, l.Kernel)]
-    count = Counter(canonical(s).kernel for s in steps if f'"{s.name}"' not in theirs)
+    count = Counter(canonical(s).kernel for s in _steps(done) if f'"{s.name}"' not in theirs)
     return sorted(count.items(), key=lambda item: -item[1] * estimate(item[0], gpu).time)
 
 
-def _measured(kernel: l.Kernel, options: Options, gpu: Gpu, cache: Cache, worker: Worker) -> list[Timing]:
-    """What the candidates of a kernel took. One that cannot be built, is wrong, hangs or beats the roofline is out."""
+def sources(done: Lowering) -> dict[l.Kernel, l.Program]:
+    """For the canonical form of each kernel that reads what other kernels write, the program that writes it, under the
+    names that the form has. Parts of numbers beside random scales are no numbers: a kernel takes its slow way for them.
+    """
+    steps = _steps(done)
+    writers = {b: s for s in steps for b in s.writes}
+    found: dict[l.Kernel, l.Program] = {}
+    for step in steps:
+        form = canonical(step)
+        if form.kernel not in found and (program := _source(step, form.kernel, writers)) is not None:
+            found[form.kernel] = program
+    return found
+
+
+def _source(step: l.Kernel, form: l.Kernel, writers: Mapping[l.Buffer, l.Kernel]) -> l.Program | None:
+    """What writes the buffers that `step` reads, called as `form` calls them; None where no kernel does."""
+    makers: dict[l.Kernel, None] = {}
+    ends: Iterable[l.Kernel] = (step,)
+    for _ in range(FAR):
+        ends = list(dict.fromkeys(writers[b] for end in ends for b in end.reads if b in writers))
+        makers = dict.fromkeys([*ends, *(m for m in makers if m not in ends)])  # those that others read come first
+    if not makers:
+        return None
+    new: dict[Any, Any] = dict(zip(step.reads, form.reads, strict=True))
+    steps = [l.Kernel(x.name, x.axes, with_buffers(x, new)) for x in makers]
+    written = {b for x in steps for b in x.writes}
+    inputs = dict.fromkeys(b for x in steps for b in x.reads if b not in written)
+    return l.Program("source", tuple(inputs), tuple(steps), tuple(b for b in form.reads if b in written))
+
+
+def _steps(done: Lowering) -> list[l.Kernel]:
+    """The kernels that get schedules."""
+    upper = [p for stage, p, _ in done.stages if stage.dst == "loop"]
+    return [s for s in (upper[-1] if upper else done.loop).steps if isinstance(s, l.Kernel)]
+
+
+def _measured(
+    kernel: l.Kernel, options: Options, gpu: Gpu, cache: Cache, worker: Worker, source: l.Program | None = None
+) -> list[Timing]:
+    """What the candidates of a kernel took, of what `source` writes. One that cannot be built, is wrong, hangs or beats
+    the roofline is out.
+    """
     ways = list(_ways(kernel, options, gpu))
     entries = [emit_all(derived, gpu.arch) for _, _, derived in ways]
     made = compile_each([s for _, _, sources in entries for s in sources], gpu.arch, cache)
@@ -111,7 +152,9 @@ def _measured(kernel: l.Kernel, options: Options, gpu: Gpu, cache: Cache, worker
     built = [n for n, reason in enumerate(why) if not reason]
     least = 0.95e-3 * estimate(kernel, gpu).least
     us: dict[int, float | None] = {}
-    for n, (reason, taken) in zip(built, worker.measure([show(ways[n][1]) for n in built], EACH), strict=True):
+    made_by = show(source) if source is not None else ""
+    found = worker.measure([show(ways[n][1]) for n in built], EACH, made_by)
+    for n, (reason, taken) in zip(built, found, strict=True):
         why[n], us[n] = reason, taken
         if taken is not None and taken < least:
             why[n], us[n] = f"{taken:.1f} us beat the roofline of {least:.1f} us", None

@@ -1,8 +1,8 @@
 """The process that runs candidates: one that hangs or breaks its GPU's context takes nothing else with it.
 
-It says that it is ready, then reads a job a line, JSON: the texts of programs of Tile IR that compute the same, what
-they are built for, and the seconds to spend. It answers with a line for each program, "" or why it is out, and with one
-of microseconds.
+It says that it is ready, then reads a job a line, JSON: the texts of programs of Tile IR that compute the same, that of
+a program of Loop IR that writes inputs of theirs, or "", what they are built for, and the seconds to spend. It answers
+with a line for each program, "" or why it is out, and with one of microseconds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measured(
-    programs: Sequence[str], target: str, device: str, cache_dir: str, cache_limit: int, seconds: float
+    programs: Sequence[str], source: str, target: str, device: str, cache_dir: str, cache_limit: int, seconds: float
 ) -> Iterator[Any]:
     """For every program why it is out, in order; then the microseconds of each, None for those that are out."""
     import torch
@@ -59,7 +59,7 @@ def measured(
     with torch.cuda.device(device), torch.no_grad():
         for number, text in enumerate(programs):
             try:
-                why, graphs[number] = _ready(text, options, device, sets, reference)
+                why, graphs[number] = _ready(text, source, options, device, sets, reference)
             except Exception as error:
                 why, graphs[number] = f"{type(error).__name__}: {str(error).splitlines()[0]}", None
             if why:
@@ -68,7 +68,9 @@ def measured(
         yield _times(graphs, len(sets), seconds, len(programs))
 
 
-def _ready(text: str, options: Options, device: str, sets: list[dict[str, Any]], reference: list[Any]) -> Any:
+def _ready(
+    text: str, source: str, options: Options, device: str, sets: list[dict[str, Any]], reference: list[Any]
+) -> Any:
     """Why a program is out, and its graph. The first one makes the inputs, and the results that count as right: it is
     what runs where nothing is measured.
     """
@@ -82,7 +84,7 @@ def _ready(text: str, options: Options, device: str, sets: list[dict[str, Any]],
     program = parse(text)
     assert isinstance(program, tile.Program)
     names = [i.name for i in program.loop.inputs]
-    sets += [] if sets else _inputs(program.loop.inputs, device)
+    sets += [] if sets else _inputs(program.loop.inputs, source, options, device)
     call = compile_program(program, {}, replace(options, frozen=()), device)
     poison = [torch.full_like(t, math.nan if t.is_floating_point() else 1) for t in reference]
     del poison  # results will lie where this was: what nobody writes is not right by accident
@@ -95,24 +97,37 @@ def _ready(text: str, options: Options, device: str, sets: list[dict[str, Any]],
     return "", graph_of(lambda given: call([given[name] for name in names]), [(given,) for given in sets])
 
 
-def _inputs(inputs: Sequence[Any], device: str) -> list[dict[str, Any]]:
-    """Sets of inputs that no cache holds: normal numbers; integers that are 0 or 1, so indices of whatever they index;
-    random truth values.
-    """
+def _inputs(inputs: Sequence[Any], source: str, options: Options, device: str) -> list[dict[str, Any]]:
+    """Sets of inputs that no cache holds: what `source` writes, and random ones, by name."""
+    import torch
+
+    from terrazzo.ir.dialects import loop as l
+    from terrazzo.ir.text import parse
+    from terrazzo.run.compiled import compile_program
+
+    writer = parse(source) if source else l.Program("nothing", (), (), ())
+    assert isinstance(writer, l.Program)
+    call = compile_program(writer, {}, options, device) if source else lambda given: given
+    written = [b.name for b in writer.results]
+    random = {b.name: b.type for b in (*inputs, *writer.inputs) if b.name not in written}
+    size = sum(i.type.span for i in inputs)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    sets = []
+    for _ in range(min(MOST_SETS, max(1, math.ceil(COLD * cache / max(size, 1))))):
+        given = {name: _random(kind, device) for name, kind in random.items()}
+        sets.append(given | dict(zip(written, call([given[i.name] for i in writer.inputs]), strict=True)))
+    return sets
+
+
+def _random(kind: Any, device: str) -> Any:
+    """A tensor of a type: normal numbers; integers that are 0 or 1, so indices of whatever they index; truth values."""
     import torch
 
     from terrazzo.ir.torch_types import to_torch_dtype
 
-    def made(i: Any) -> Any:
-        kind = to_torch_dtype(i.type.dtype)
-        values = torch.randn(max(1, i.type.span // i.type.dtype.size), device=device)
-        flat = (values if i.type.dtype.is_float else values > 0).to(kind)
-        return flat.as_strided(i.type.static_shape, i.type.element_strides)
-
-    size = sum(i.type.span for i in inputs)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    count = min(MOST_SETS, max(1, math.ceil(COLD * cache / max(size, 1))))
-    return [{i.name: made(i) for i in inputs} for _ in range(count)]
+    values = torch.randn(max(1, kind.span // kind.dtype.size), device=device)
+    flat = (values if kind.dtype.is_float else values > 0).to(to_torch_dtype(kind.dtype))
+    return flat.as_strided(kind.static_shape, kind.element_strides)
 
 
 def _apart(results: Sequence[Any], reference: Sequence[Any]) -> str:
