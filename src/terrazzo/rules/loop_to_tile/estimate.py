@@ -93,8 +93,10 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         time = found.time
     else:
         time = by_threads(kernel, gpu)
-    on_tensor_cores = both is not None or (plan is not None and plan.instruction)
-    arithmetic = operations / (tensor if on_tensor_cores else fma)
+    if p is not None and plan is not None and plan.instruction:  # what its factors are computed by comes once for each
+        arithmetic = _multiplied(kernel, p) / tensor
+    else:
+        arithmetic = operations / (tensor if both is not None else fma)
     traffic = moved / memory
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
 
@@ -107,9 +109,13 @@ def roof(kernel: l.Kernel, gpu: Gpu) -> float:
     memory, fma, _ = gpu.roof
     moved = sum(count * b.type.dtype.size for b, count in work(kernel)[1].items())
     p = product(kernel)
-    points = math.prod(a.extent for a in (*kernel.axes, *p.axes)) if p is not None else 0
-    multiplied = 2 * points * sum(len(c.terms) for c in p.sites) if p is not None else 0
-    return max(moved / memory, multiplied / fma) + gpu.launch
+    return max(moved / memory, _multiplied(kernel, p) / fma if p is not None else 0.0) + gpu.launch
+
+
+def _multiplied(kernel: l.Kernel, p: Product) -> int:
+    """Operations of the products alone, a multiply-add being two."""
+    points: int = math.prod(a.extent for a in (*kernel.axes, *p.axes))
+    return 2 * points * sum(len(c.terms) for c in p.sites)
 
 
 def by_threads(kernel: l.Kernel, gpu: Gpu) -> float:
