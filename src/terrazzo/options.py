@@ -54,8 +54,9 @@ class Options:
                  enough, as exactly as float32; "tf32" by three of bfloat16, more exactly than tf32; "bf16" by one.
                  "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
-    tf32         on a GPU, a library that is called for a convolution in float32 may compute it in TF32, and is priced
-                 so. Where programs are compiled to run, PyTorch's switch says it (`torch.backends.cudnn.allow_tf32`).
+    tf32         on a GPU, the digits of TF32 will do for the products of a convolution in float32, ours and those of a
+                 library. Where programs are compiled to run, PyTorch's switch says it
+                 (`torch.backends.cudnn.allow_tf32`).
     freezing     parameters and buffers are constants where no gradients are asked for: what depends on them alone, such
                  as the parts of weights in float32, is computed once and kept, as long as they are. It is computed
                  again when PyTorch counts a change (`tensor._version`) or other memory. Changes that it does not count

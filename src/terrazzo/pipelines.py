@@ -84,6 +84,7 @@ from terrazzo.rules.loop_to_tile.reductions import reduced
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
+from terrazzo.rules.torch_to_tensor.in_tf32 import OPS
 from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
@@ -122,7 +123,8 @@ def _tensor(p: Program, log: Log, options: Options) -> Program:
     """Tensor IR, whose results lie as Torch IR says."""
     plain, strides, given = row_by_row(p)
     together = _together(plain, log, options)
-    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), strides, given)
+    rough = OPS if options.tf32 and options.fp32 in PARTS and target(options.target).gpu else ()
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), rough, strides, given)
 
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -331,11 +333,11 @@ def libraries(options: Options) -> Libraries | None:
         return None
     said = {"product": options.fp32 in ("tf32", "bf16"), "convolution": options.tf32}
     tf32 = {family for family, allowed in said.items() if allowed}
-    return Libraries(target(options.target).gpu, partial(_alone, options.target, options.fp32), tf32)
+    return Libraries(target(options.target).gpu, partial(_alone, options.target, options.fp32, options.tf32), tf32)
 
 
 @lru_cache(maxsize=4096)
-def _alone(name: str, fp32: str, op: Aten, enough: float = 0.0) -> tuple[float, str]:
+def _alone(name: str, fp32: str, tf32: bool, op: Aten, enough: float = 0.0) -> tuple[float, str]:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
     called after all. " at most" so long, where that is less than `enough`: there may be better ways to multiply in
     parts. How much memory is in use is for a whole program to say.
@@ -344,7 +346,7 @@ def _alone(name: str, fp32: str, op: Aten, enough: float = 0.0) -> tuple[float, 
     several = op.result if isinstance(op.result, tuple) else None
     results = (op,) if several is None else tuple(Get(op, k) for k, kind in enumerate(several) if kind is not None)
     program = Program("torch", "alone", inputs, results, {x: f"result{k}" for k, x in enumerate(results)})
-    options = Options(target=name, libraries="never", fp32=fp32)
+    options = Options(target=name, libraries="never", fp32=fp32, tf32=tf32)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
     whole, gpu = stages(program, options, Log(), upper[: upper.index("parts")])[-1][1], machine(options)
     if any(isinstance(s, l.Call) for s in whole.steps):

@@ -14,7 +14,7 @@ import numpy as np
 from terrazzo.errors import CompilerBug, DivisionByZero, UserError, about
 from terrazzo.interp import index, monoid
 from terrazzo.interp.tensor import Call, numpy_type
-from terrazzo.ir.contraction import summands
+from terrazzo.ir.contraction import is_product, summands
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
@@ -221,7 +221,7 @@ def _factors(m: Monoid, args: Sequence[Any]) -> tuple[list[Any], list[float]]:
     product is scaled by.
     """
     products = list(summands(args[0])) if m.name == "sum" and args[0].dtype in (f32, f64) else []
-    if not all(isinstance(x, l.Apply) and x.fn.name == "mul" for x, _ in products):
+    if not all(is_product(x) for x, _ in products):
         return [], []
     return [f for x, _ in products for f in x.args], [scale for _, scale in products]  # type: ignore[attr-defined]
 

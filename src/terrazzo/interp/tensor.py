@@ -9,6 +9,7 @@ import numpy as np
 
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.interp import index, monoid
+from terrazzo.ir.contraction import PRODUCTS
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
@@ -46,7 +47,7 @@ def complete(roots: Sequence[Node], values: dict[Node, Any], precise: bool = Fal
 def _factors(node: Node) -> tuple[Node, ...]:
     """The factors of a sum of products of floats, whose products need not be written out."""
     product = node.args[0] if isinstance(node, t.Reduce) and node.monoid.name == "sum" else None
-    found = isinstance(product, t.Elementwise) and product.fn.name == "mul" and product.type.dtype in (f32, f64)
+    found = isinstance(product, t.Elementwise) and product.fn.name in PRODUCTS and product.type.dtype in (f32, f64)
     return product.args if found else ()  # type: ignore[union-attr]
 
 

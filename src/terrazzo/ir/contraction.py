@@ -16,6 +16,9 @@ from terrazzo.ir.dialects.loop import Apply, Literal, Reduce, Scan
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
 
+PRODUCTS = ("mul", "tf32_mul")
+"""What multiplies two factors: as they are, or with the digits that TF32 has, if that is faster."""
+
 
 @dataclass(frozen=True)
 class Contraction:
@@ -31,6 +34,11 @@ class Contraction:
     def factors(self) -> tuple[Node, Node]:
         """Those of the first term, which know the axes that all do."""
         return self.terms[0]
+
+    @cached_property
+    def in_tf32(self) -> bool:
+        """Whether its products may have the digits of TF32 only."""
+        return all(isinstance(x, Apply) and x.fn.name == "tf32_mul" for x, _ in summands(self.reduce.args[0]))
 
     @cached_property
     def operands(self) -> tuple[Node, ...]:
@@ -58,7 +66,7 @@ def nested_contraction(reduce: Reduce) -> Contraction | None:
     if reduce.monoid.name != "sum":
         return None
     found = list(summands(reduce.args[0]))
-    pairs = [x.args if isinstance(x, Apply) and x.fn.name == "mul" else () for x, _ in found]
+    pairs = [x.args if isinstance(x, Apply) and x.fn.name in PRODUCTS else () for x, _ in found]
     if not all(pairs):
         return None
     a, b = pairs[0]
@@ -95,6 +103,11 @@ def summands(x: Node) -> Iterator[tuple[Node, float]]:
 def _is_scale(x: Node) -> bool:
     """Whether a term is a power of two, and positive."""
     return isinstance(x, Literal) and isinstance(x.value, float) and x.value > 0 and math.frexp(x.value)[0] == 0.5
+
+
+def is_product(x: Any) -> bool:
+    """Whether a term is a product of two factors."""
+    return isinstance(x, Apply) and x.fn.name in PRODUCTS
 
 
 def _adds(x: Node) -> bool:

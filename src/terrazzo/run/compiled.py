@@ -267,7 +267,7 @@ def compile_program(
         raise UserError(f"option updated: {why}")
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
-    if target(options.target).gpu and options.libraries == "auto":
+    if target(options.target).gpu:
         options = replace(options, tf32=convolutions_in_tf32())
     if options.fp32 == "auto" and target(options.target).gpu:
         return Switched(lambda way: compile_program(program, bound, replace(options, fp32=way), device))

@@ -117,6 +117,7 @@ SCALARS = _table(
     Scalar("add", 2, _same(*_NUMBER), np.add, "({0} + {1})"),
     Scalar("sub", 2, _same(*_NUMBER), np.subtract, "({0} - {1})"),
     Scalar("mul", 2, _same(*_NUMBER), np.multiply, "({0} * {1})"),
+    Scalar("tf32_mul", 2, lambda a: f32 if set(a) == {f32} else None, np.multiply, "({0} * {1})"),  # or as TF32 has it
     Scalar("rounded_mul", 2, _same(*_FLOAT), np.multiply, "tz_rounded_mul({0}, {1})"),  # before anything is added to it
     Scalar("div", 2, _same(*_FLOAT), np.divide, "({0} / {1})", 4),
     Scalar("approx_div", 2, _same(*_FLOAT), np.divide, "tz_approx_div({0}, {1})", 2),  # to two units in the last place

@@ -17,6 +17,7 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, f32
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.precision import one_part
 from terrazzo.rules.loop.precision.factors import (
     along_channels,
     along_sums,
@@ -40,6 +41,8 @@ PASS = "parts"
 RULE = "into_parts"
 EVERY_DIGIT = 3
 """Parts in bfloat16 that have all digits of float32: who asks for so many may be given two in float16."""
+IN_TF32 = 2
+"""Parts in bfloat16 that have more digits than TF32."""
 LITTLE = 2 << 20
 """Bytes that a kernel writes up to which it takes hardly longer than its launch."""
 
@@ -149,7 +152,7 @@ def into_parts(
     work = _Parts(program, log, count, gain, refused, constant, lean, any_way)
     for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
         work.kernel(kernel)
-    return l.Program(program.name, program.inputs, tuple(work.steps), program.results)
+    return one_part.exact(l.Program(program.name, program.inputs, tuple(work.steps), program.results))
 
 
 def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
@@ -163,12 +166,13 @@ def parts_of(kernel: l.Kernel, count: int) -> tuple[l.Kernel, ...]:
 @dataclass(frozen=True)
 class _Way:
     """How the parts of a product's factors are made: those of operands that are `inside` on their way; two of each row,
-    `scaled`; and those of buffers that lie along another dimension than the buffer does, with that `inner` one. A last
-    `resort` is there for products that have no other way.
+    `scaled`, or a `single` one; and those of buffers that lie along another dimension than the buffer does, with that
+    `inner` one. A last `resort` is there for products that have no other way.
     """
 
     inside: frozenset[Node] = frozenset()
     scaled: bool = False
+    single: bool = False
     inner: Mapping[l.Buffer, int] = field(default_factory=dict)
     resort: bool = False
 
@@ -189,7 +193,8 @@ class _Parts:
         lean: Collection[l.Kernel],
         any_way: bool,
     ) -> None:
-        self.program, self.log, self.count, self.gain, self.refused = program, log, count, gain, refused
+        self.program, self.log, self.most, self.gain, self.refused = program, log, count, gain, refused
+        self.count = count
         self.any_way = any_way
         self.constant, self.lean = frozenset(constant), frozenset(lean)
         self.makers: set[l.Kernel] = set()
@@ -200,6 +205,7 @@ class _Parts:
         self.windows: frozenset[Node] = frozenset()
         self.way = _Way()
         self.halved: dict[tuple[l.Buffer, int], Halves] = {}
+        self.single: dict[Any, one_part.Single] = {}
 
     def kernel(self, kernel: l.Kernel) -> None:
         """One kernel, where it multiplies numbers in float32. Parts are of whole tensors; or else, where it reads less,
@@ -215,6 +221,7 @@ class _Parts:
             return
         products += outside
         self.scale = SCALE if both is None else 1.0
+        self.count = min(self.most, IN_TF32) if all(c.in_tf32 for c in products) else self.most
         why = self.why_not(kernel, sums if both is None else (), products)
         why = why or self.refused(kernel, self.count)
         if not why:
@@ -229,10 +236,11 @@ class _Parts:
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
         """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
-        before, made, halved, names = list(self.steps), dict(self.made), dict(self.halved), set(self.names)
+        before, made, names = list(self.steps), dict(self.made), set(self.names)
+        halved, single = dict(self.halved), dict(self.single)
         best: tuple[tuple[float, float], _Way] | None = None
         first = ""
-        for way in self.ways(kernel):
+        for way in self.ways(kernel, products):
             if best is not None and (way.resort or self.any_way):
                 break
             self.way = way
@@ -243,14 +251,15 @@ class _Parts:
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
                 best = (-stored, gained), way
-            self.steps, self.made, self.halved, self.names = list(before), dict(made), dict(halved), set(names)
+            self.steps, self.made, self.names = list(before), dict(made), set(names)
+            self.halved, self.single = dict(halved), dict(single)
         self.way = _Way()
         if best is None:
             return first
         _, self.way = best
         old, new = self.put(kernel, products)
         terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := summed(x)))
-        what = f"a product of float32 is {terms} of {'float16' if self.way.scaled else 'bfloat16'}"
+        what = f"a product of float32 is {terms} of {'float16' if self.way.scaled or self.way.single else 'bfloat16'}"
         for s in new:
             role = what if s.name == kernel.name else f"it stores parts of what {kernel.name} multiplies"
             self.log.add(Event(PASS, RULE, s.name, True, role))
@@ -258,27 +267,35 @@ class _Parts:
         self.way = _Way()
         return ""
 
-    def ways(self, kernel: l.Kernel) -> Iterator[_Way]:
+    def ways(self, kernel: l.Kernel, products: Sequence[Contraction]) -> Iterator[_Way]:
         """How parts may be made: of both factors by kernels of their own, of one on its way, of rows that are scaled;
-        and along another dimension than memory runs along.
+        and along another dimension than memory runs along. Where one part has all digits that are wanted, several are
+        there for products that have no other way.
         """
-        yield _Way()
-        yield from (_Way(inside=side) for side in sides(kernel))
+        channels, sums = along_channels(kernel), along_sums(kernel)
+        single = len(products) == 1 and not one_part.why_not(products[0])
+        if single:
+            yield from (_Way(single=True, inner=inner) for inner in ({}, channels, sums) if inner or inner is not sums)
+        yield _Way(resort=single)
+        yield from (_Way(inside=side, resort=single) for side in sides(kernel))
         if self.count == EVERY_DIGIT and not why_not(product(kernel)):
             yield _Way(scaled=True)
-        if inner := along_channels(kernel):
-            yield _Way(inner=inner)
-        if inner := along_sums(kernel):
-            yield _Way(inner=inner, resort=True)  # what may stay as it lies does
+        if channels:
+            yield _Way(inner=channels, resort=single)
+        if sums:
+            yield _Way(inner=sums, resort=True)  # what may stay as it lies does
 
     def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
         """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
         before = list(self.steps)
         for c in products:
-            for x in () if self.way.scaled else c.operands:
+            for x in () if self.way.scaled or self.way.single else c.operands:
                 if x not in self.way.inside and not made_inside(x):
                     self.make(x, c, kernel)
-        product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
+        if self.way.single:
+            product = self.one_part(kernel, *products)
+        else:
+            product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
         self.steps[self.steps.index(kernel)] = product
         self.forget()
         old, new = set(before), set(self.steps)
@@ -320,22 +337,22 @@ class _Parts:
 
     # -- parts in memory -----------------------------------------------------------------------------------------------
 
-    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float, int | None]:
+    def key(self, x: Node, c: Contraction, reader: l.Kernel) -> tuple[Any, tuple[Any, ...], float, int | None, int]:
         """What parts of an operand are of: a buffer as it is, or a term at every point of axes; how they are scaled,
-        and the dimension along which they lie if not along that of the buffer.
+        the dimension along which they lie if not along that of the buffer, and how many they are.
         """
         if isinstance(x, l.Load) and (x not in self.windows or x.buffer in self.way.inner):
-            return x.buffer, (), self.scale, self.way.inner.get(x.buffer)
+            return x.buffer, (), self.scale, self.way.inner.get(x.buffer), self.count
         own = (*reader.axes, *c.reduce.axes)
         steps = sorted((a for a in x.free if isinstance(a, Bound) and a not in own), key=lambda a: a.label)
         axes = [a for a in (*own, *steps) if a in x.free]
         if x in self.windows:  # they lie as what they are of does: a copy that turns it stores number by number
             axes.sort(key=lambda a: step(x, a) == 1)
-        return x, tuple(axes), self.scale, None
+        return x, tuple(axes), self.scale, None, self.count
 
     def make(self, x: Node, c: Contraction, reader: l.Kernel) -> None:
         """Have the parts of an operand stored, before who multiplies them."""
-        source, free, _, inner = key = self.key(x, c, reader)
+        source, free, _, inner, _ = key = self.key(x, c, reader)
         if key in self.made:
             return
         whole = source
@@ -416,6 +433,19 @@ class _Parts:
         at = self.steps.index(kernel)
         self.steps[at:at] = makers
         return product
+
+    def one_part(self, kernel: l.Kernel, c: Contraction) -> l.Kernel:
+        """A kernel whose product is one of float16, after those that store its factors so."""
+        at, found = self.steps.index(kernel), {}
+        for x in c.operands:
+            assert isinstance(x, l.Load)
+            key = x.buffer, one_part.row_of(x, c), self.way.inner.get(x.buffer)
+            if key not in self.single:
+                self.single[key], makers = one_part.makers(*key, kernel.source, self.fresh)
+                self.steps[at:at] = makers
+                at += len(makers)
+            found[x] = self.single[key]
+        return one_part.multiplied(kernel, c, found)
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""

@@ -111,7 +111,7 @@ def makers(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, so
     def at(k: IntExpr) -> tuple[IntExpr, ...]:
         return tuple(k if d == depth else axes[d] for d in range(len(shape)))
 
-    def number(k: IntExpr) -> Node:
+    def loaded(k: IntExpr) -> Node:
         if len(buffers) == 1:
             return l.Load(buffers[0], at(k))
         (row, *others), end = at(k), buffers[0].type.static_shape[0]
@@ -120,23 +120,23 @@ def makers(buffers: Sequence[l.Buffer], depth: int, found: Halves, name: str, so
         return apply("where", apply("lt", l.Index(row), l.Literal(end, i64)), one, other)
 
     def reduced(name: str, term: Callable[[Node], Node]) -> l.Reduce:
-        return l.Reduce.make(monoid(name), (along,), (term(number(along)),))
+        return l.Reduce.make(monoid(name), (along,), (term(loaded(along)),))
 
     def stored(scale: Node) -> tuple[list[l.Store], l.Store]:
         """The two parts, and how large sums are to be, of rows that are scaled so."""
-        halves = zip((found.first, found.second), parts(number(axes[depth]), scale)[:2], strict=True)
+        halves = zip((found.first, found.second), parts(loaded(axes[depth]), scale)[:2], strict=True)
         lost = reduced("sum", lambda x: parts(x, scale)[2])
-        least = apply("mul", lost, _number(2.0 ** (LARGEST + 1) * SURE / SCALE))
+        least = apply("mul", lost, number(2.0 ** (LARGEST + 1) * SURE / SCALE))
         return [l.Store(b, at(axes[depth]), x) for b, x in halves], l.Store(found.least, row, least)
 
     row, every = tuple(axes[d] for d in rows), tuple(axes.values())
-    root, scale = scales(reduced("max", lambda x: apply("where", _finite(x), apply("abs", x), _number(0.0))))
+    root, scale = scales(reduced("max", lambda x: apply("where", finite(x), apply("abs", x), number(0.0))))
     first = l.Store(found.root, row, root)
     if any(b.type.element_strides[depth] == 1 for b in buffers):
         two, least = stored(scale)
         return [l.Kernel(name, every, (first, least, *two), source)]
     known = l.Load(found.root, row)
-    two, least = stored(apply("div", _number(1.0), apply("mul", known, known)))
+    two, least = stored(apply("div", number(1.0), apply("mul", known, known)))
     apart = (found.root.name, row, (first,)), (found.least.name, row, (least,)), (name, every, tuple(two))
     return [l.Kernel(x, axes, stores, source) for x, axes, stores in apart]
 
@@ -145,24 +145,24 @@ def scales(largest: Node) -> tuple[Node, Node]:
     """Of a row whose largest number is that, the root of what its scaled numbers are to be multiplied by, and what its
     numbers are to be.
     """
-    half = apply("mul", apply("sub", apply("log2", largest), _number(LARGEST - 1.0)), _number(0.5))
-    root = apply("max", apply("min", apply("floor", half), _number(float(ROOT))), _number(-float(ROOT)))
-    return apply("exp2", root), apply("exp2", apply("mul", root, _number(-2.0)))
+    half = apply("mul", apply("sub", apply("log2", largest), number(LARGEST - 1.0)), number(0.5))
+    root = apply("max", apply("min", apply("floor", half), number(float(ROOT))), number(-float(ROOT)))
+    return apply("exp2", root), apply("exp2", apply("mul", root, number(-2.0)))
 
 
 def parts(x: Node, scale: Node) -> tuple[Node, Node, Node]:
     """The two parts of a number; and what they leave of a small one, times `SCALE`, with what the product of two second
     parts would add, which is left out.
     """
-    finite, scaled = _finite(x), apply("mul", x, scale)
-    some = apply("where", finite, apply("max", apply("abs", scaled), _number(LEAST)), _number(1.0))
-    near = apply("f16", apply("where", apply("eq", x, _number(0.0)), x, apply("copysign", some, x)))
-    left = apply("mul", apply("sub", scaled, apply("f32", near)), _number(SCALE))
-    second = apply("f16", apply("where", finite, left, x))
+    real, scaled = finite(x), apply("mul", x, scale)
+    some = apply("where", real, apply("max", apply("abs", scaled), number(LEAST)), number(1.0))
+    near = apply("f16", apply("where", apply("eq", x, number(0.0)), x, apply("copysign", some, x)))
+    left = apply("mul", apply("sub", scaled, apply("f32", near)), number(SCALE))
+    second = apply("f16", apply("where", real, left, x))
     held = apply("f32", second)
-    lost = apply("add", apply("abs", apply("sub", left, held)), apply("mul", apply("abs", held), _number(2.0**-12)))
-    small = apply("lt", apply("abs", scaled), _number(FEWER_DIGITS))
-    return near, second, apply("where", small, lost, _number(0.0))
+    lost = apply("add", apply("abs", apply("sub", left, held)), apply("mul", apply("abs", held), number(2.0**-12)))
+    small = apply("lt", apply("abs", scaled), number(FEWER_DIGITS))
+    return near, second, apply("where", small, lost, number(0.0))
 
 
 def multiplied(kernel: l.Kernel, c: Contraction, found: tuple[Halves, Halves]) -> l.Kernel:
@@ -182,9 +182,11 @@ def multiplied(kernel: l.Kernel, c: Contraction, found: tuple[Halves, Halves]) -
     return l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 
-def _finite(x: Node) -> Node:
-    return apply("lt", apply("abs", x), _number(float("inf")))
+def finite(x: Node) -> Node:
+    """Whether a number is neither infinite nor NaN."""
+    return apply("lt", apply("abs", x), number(float("inf")))
 
 
-def _number(value: float) -> l.Literal:
+def number(value: float) -> l.Literal:
+    """A number in float32."""
     return l.Literal(value, f32)

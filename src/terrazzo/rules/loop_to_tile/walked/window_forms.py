@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import contraction, is_product
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import terms_of
@@ -68,7 +68,7 @@ class Form:
         found: dict[Any, tuple[n.Loop | None, Any, int]] = {}
         inside = [(s, x.term) for s in self.loops for x in s.body if isinstance(x, n.Let)]
         for s, t in (*((None, t) for t in self.terms), *inside, *((None, t) for t in self.kernel.stores)):
-            if isinstance(t, l.Apply) and t.fn.name == "mul" and s is not None and _summed(t, s):
+            if is_product(t) and s is not None and _summed(t, s):
                 continue
             key = s, _kind(t)
             _, one, count = found.get(key, (s, t, 0))
@@ -156,7 +156,7 @@ def afresh(steps: int) -> int:
 def _filtered(s: n.Loop) -> bool:
     """Whether all that a loop adds up is products."""
     sums = [r for r in s.carried if isinstance(r, l.Reduce)]
-    return all(r.monoid.name == "sum" and isinstance(x, l.Apply) and x.fn.name == "mul" for r in sums for x in r.args)
+    return all(r.monoid.name == "sum" and is_product(x) for r in sums for x in r.args)
 
 
 def multiplied_by_threads(kernel: l.Kernel) -> bool:

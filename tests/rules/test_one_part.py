@@ -1,0 +1,130 @@
+"""Convolutions in float32 of which the digits of TF32 will do: one part in float16 of each factor, scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.programs import lowered
+
+from terrazzo.front.capture import capture
+from terrazzo.interp import loop
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse, show
+from terrazzo.ir.verify import verify
+from terrazzo.options import Options
+from terrazzo.pipelines import stages
+from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.precision.parts import into_parts
+
+backward = torch.ops.aten.convolution_backward.default
+
+
+def small(x: Any, w: Any) -> Any:
+    return F.conv2d(x, w, padding=1)
+
+
+def gradients(g: Any, x: Any, w: Any) -> Any:
+    return backward(g, x, w, [len(w)], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])[:2]
+
+
+def upper(fn: Any, args: Any, tf32: bool = True) -> l.Program:
+    """What comes before products are in parts."""
+    program = capture(fn, args, {}).program
+    names = ("torch_to_tensor", "tensor_to_loop", "fuse")
+    found: l.Program = stages(program, Options(target="sm_90a", libraries="never", tf32=tf32), Log(), names)[-1][1]
+    return found
+
+
+def in_parts(fn: Any, args: Any) -> l.Program:
+    """A program whose products have one part of each factor."""
+    found = into_parts(upper(fn, args), Log(), 3, lambda old, new, beaten: (float("_root" in str(new)), ""))
+    verify(found, "parts")
+    assert parse(show(found)) == found and "tf32_mul" not in show(found)
+    return found
+
+
+def run(fn: Any, args: Any) -> list[Any]:
+    program = in_parts(fn, args)
+    given = dict(zip((b.name for b in program.inputs), (x.numpy() for x in args), strict=True))
+    with np.errstate(all="ignore"):
+        return loop.run(program, given)
+
+
+def rounded(x: Any) -> Any:
+    """A number with the digits that TF32 has."""
+    return torch.from_numpy(((x.numpy().view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)).double()
+
+
+def apart(a: Any, b: Any) -> float:
+    return float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean()))
+
+
+def test_only_convolutions_have_them_and_where_the_switch_says_so() -> None:
+    x, w = torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3)
+    assert "tf32_mul" in show(upper(small, (x, w)))
+    assert "tf32_mul" not in show(upper(small, (x, w), tf32=False))
+    assert "tf32_mul" not in show(upper(F.linear, (torch.randn(64, 256), torch.randn(64, 256))))
+    assert "tf32_mul" not in show(upper(small, (x.bfloat16(), w.bfloat16())))
+
+
+@pytest.mark.parametrize("size", (1.0, 1e-30, 1e30))
+def test_they_are_as_near_as_tf32(size: float) -> None:
+    torch.manual_seed(0)
+    x, w, g = size * torch.randn(3, 8, 6, 6), torch.randn(5, 8, 3, 3), torch.randn(3, 5, 6, 6)
+    (ours,), exact = run(small, (x, w)), small(x.double(), w.double()).numpy()
+    assert apart(ours, exact) <= 1.1 * apart(small(rounded(x), rounded(w)).numpy(), exact)
+    for ours, theirs, exact in zip(
+        run(gradients, (g, x, w)),
+        gradients(*map(rounded, (g, x, w))),
+        gradients(g.double(), x.double(), w.double()),
+        strict=True,
+    ):
+        assert apart(ours, exact.numpy()) <= 1.1 * apart(theirs.numpy(), exact.numpy())
+
+
+def test_an_image_takes_nothing_of_others() -> None:
+    torch.manual_seed(1)
+    x, w = torch.randn(4, 8, 6, 6), torch.randn(5, 8, 3, 3)
+    sizes, filters = torch.tensor([1e20, 1.0, 1e-20, 0.0]), torch.tensor([1e-15, 1.0, 1e15, 1.0, 0.0])
+    (ours,) = run(small, (x * sizes[:, None, None, None], w * filters[:, None, None, None]))
+    (plain,) = run(small, (x, w))
+    for n, size in enumerate(sizes):
+        for o, by in enumerate(filters):
+            expected = plain[n, o].astype(np.float64) * float(size) * float(by)
+            assert np.allclose(ours[n, o], expected, rtol=3e-3, atol=3e-3 * np.abs(expected).max())
+
+
+def test_what_is_no_ordinary_number_is_what_it_is() -> None:
+    torch.manual_seed(2)
+    x, w = torch.randn(5, 8, 6, 6), torch.randn(4, 8, 3, 3)
+    x[0, 0, 2, 2], x[1, 3, 1, 1], x[2, 1, 0, 5] = float("inf"), float("nan"), -float("inf")
+    x[3, 0, 0, 0], x[3, 1, 1, 1] = 1e-38, 3e38
+    w[1, :, 1, 1], w[2] = 0.0, 1e-30 * w[2]
+    (ours,), expected = run(small, (x, w)), small(x, w).numpy()
+    assert np.array_equal(np.isnan(ours), np.isnan(expected))
+    assert np.array_equal(np.isinf(ours), np.isinf(expected))
+    infinite = np.isinf(expected)
+    assert np.array_equal(ours[infinite], expected[infinite])
+
+
+def test_what_is_not_faster_so_is_multiplied_as_it_is() -> None:
+    program = upper(small, (torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3)))
+    found = into_parts(program, Log(), 3, lambda old, new, beaten: (0.0, "it is not faster"))
+    assert "tf32_mul" in show(program) and show(found) == show(program).replace("tf32_mul", "mul")
+
+
+@pytest.mark.parametrize("last", (True, False))
+def test_boxes_multiply_them(last: bool) -> None:
+    """Simulated: one product of float16 on the tensor cores, whichever way the image lies."""
+    torch.manual_seed(3)
+    form = torch.channels_last if last else torch.contiguous_format
+    x, w = torch.randn(2, 64, 16, 16).contiguous(memory_format=form), torch.randn(64, 64, 3, 3)
+    found = lowered(small, (x, w), "sm_90a", tf32=True)
+    last_kernel = found.kernels[-1]
+    assert ".f32.f16" in show(found.lowering.at("tile")) and last_kernel.name == "convolution"
+    exact, (ours,) = small(x.double(), w.double()).numpy(), found.simulated()
+    assert apart(ours, exact) <= 1.1 * apart(small(rounded(x), rounded(w)).numpy(), exact)
