@@ -187,7 +187,12 @@ def gpu(
         str, typer.Option(help="Of programs and operators: whether libraries may be called, auto or never.")
     ] = "never",
     dtype: Annotated[
-        list[str] | None, typer.Option(help="Of the programs: f32 or bf16. Repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            help="Of the programs: f32, bf16, or tf32, which is f32 with convolutions as PyTorch's switch has them unless"
+            " it is told otherwise. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Programs or operators that are compiled at once.")] = 4,
     within: Annotated[
@@ -214,7 +219,7 @@ def gpu(
     dtypes = dtype or ["bf16", "f32"]
     for kind, name, known in (
         ("option --libraries", libraries, LIBRARIES),
-        *(("type", d, ("bf16", "f32")) for d in dtypes),
+        *(("type", d, ("bf16", "f32", "tf32")) for d in dtypes),
     ):
         if name not in known:
             raise UserError(unknown(kind, name, known))

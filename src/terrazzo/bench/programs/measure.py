@@ -25,7 +25,13 @@ def measure(
 ) -> dict[str, Any]:
     """The record at `path` with the programs that it lacks, of those whose name contains `only`; written after each."""
     cases = recorded(path)
-    wanted = [(p.name, dtype) for p in programs().values() if only in p.name for dtype in dtypes if dtype in p.dtypes]
+    wanted = [
+        (p.name, dtype)
+        for p in programs().values()
+        if only in p.name
+        for dtype in dtypes
+        if dtype.replace("tf32", "f32") in p.dtypes
+    ]
     missing = [key for key in wanted if key not in cases]
     record = {"suite": "programs", "meta": {**meta, "libraries": libraries, "workers": workers}}
 

@@ -44,12 +44,15 @@ OFF = {"f32": 5e-7, "bf16": 4e-3}
 
 
 def measured(name: str, dtype: str, options: Options, room: Path) -> dict[str, Any]:
-    """The record of a program."""
+    """The record of a program. The type "tf32" is float32 whose convolutions PyTorch may compute in TF32, as it does
+    unless it is told not to; "f32" is told so.
+    """
     import torch
 
     from terrazzo.bench.programs import programs
 
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, dtype == "tf32"
+    dtype = "f32" if dtype == "tf32" else dtype
     torch.manual_seed(0)
     with using(room), torch.no_grad():
         module, inputs = programs()[name].made(dtype, "cuda")
