@@ -189,8 +189,8 @@ def gpu(
     dtype: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the programs: f32, bf16, or tf32, which is f32 with convolutions as PyTorch's switch has them unless"
-            " it is told otherwise. Repeatable.",
+            help="Of the programs: f32, bf16, or tf32: f32 with PyTorch's switch for convolutions as it is by default."
+            " Repeatable.",
             show_default=False,
         ),
     ] = None,
