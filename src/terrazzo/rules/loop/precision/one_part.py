@@ -11,6 +11,7 @@ Infinities and NaN are what they are, and a number that is not 0 has a part that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from terrazzo.ir.node import Node, rebuilt, substitute, topological
 from terrazzo.ir.types import Type, f16, f32
 from terrazzo.rules.loop.precision.number_parts import laid_out, order_of
 from terrazzo.rules.loop.precision.scaled_parts import LEAST, finite, number, scales
+
+SHORT = 8192
+"""Numbers of a row that the threads of a block keep, and scale by the largest of them: filters, and small images."""
 
 
 @dataclass(frozen=True)
@@ -65,28 +69,27 @@ def makers(
     buffer: l.Buffer, row: int | None, inner: int | None, source: str, fresh: Callable[[str], str]
 ) -> tuple[Single, list[l.Kernel]]:
     """Where a tensor's numbers in float16 come to lie, along the dimension `inner` if not as the tensor does, and the
-    kernels that store them: the roots first.
+    kernels that store them: the roots first; or one for both, whose threads have a row that is `SHORT`.
     """
     shape, kind = buffer.type.static_shape, laid_out(buffer.type, f16, inner)
     rows = () if row is None else (shape[row],)
-    found = Single(
-        l.Buffer(fresh(f"{buffer.name}_1"), kind), l.Buffer(fresh(f"{buffer.name}_root"), Type(f32, rows)), row
-    )
+    part = l.Buffer(fresh(f"{buffer.name}_1"), kind)
+    found = Single(part, l.Buffer(fresh(f"{buffer.name}_root"), Type(f32, rows)), row)
     order = order_of(kind)
-    axes = {d: Var(f"a{n}", shape[d]) for n, d in enumerate(order)}
-    lines = {d: Var("a0", n) if d == row else Var(f"${d}", n) for d, n in enumerate(shape)}
-    every = l.Load(buffer, tuple(lines.values()))
-    size = apply("where", finite(every), apply("abs", every), number(0.0))
-    largest = l.Reduce.make(monoid("max"), tuple(x for d, x in lines.items() if d != row), (size,))
-    here = () if row is None else (lines[row],)
-    root = l.Kernel(found.root.name, here, (l.Store(found.root, here, scales(largest)[0]),), source)
-    at = tuple(axes[d] for d in range(len(shape)))
+    at = tuple(Var(f"a{order.index(d)}", n) for d, n in enumerate(shape))
+    every, here = tuple(at[d] for d in order), () if row is None else (at[row],)
+    lines = tuple(x if d == row else Var(f"${d}", x.extent) for d, x in enumerate(at))
+    size = apply("abs", l.Load(buffer, lines))
+    size = apply("where", finite(l.Load(buffer, lines)), size, number(0.0))
+    largest = l.Reduce.make(monoid("max"), tuple(x for d, x in enumerate(lines) if d != row), (size,))
+    root, scale = scales(largest)
+    first, name = l.Store(found.root, here, root), fresh(f"{buffer.name}_part")
+    if row == order_of(buffer.type)[0] == order[0] and math.prod(shape) <= SHORT * shape[row]:
+        both = first, l.Store(part, at, _part(l.Load(buffer, at), scale))
+        return found, [l.Kernel(name, every, both, source)]
     known = found.rooted(at)
-    scaled = _part(l.Load(buffer, at), apply("div", number(1.0), apply("mul", known, known)))
-    part = l.Kernel(
-        fresh(f"{buffer.name}_part"), tuple(axes[d] for d in order), (l.Store(found.part, at, scaled),), source
-    )
-    return found, [root, part]
+    second = l.Store(part, at, _part(l.Load(buffer, at), apply("div", number(1.0), apply("mul", known, known))))
+    return found, [l.Kernel(found.root.name, here, (first,), source), l.Kernel(name, every, (second,), source)]
 
 
 def multiplied(kernel: l.Kernel, c: Contraction, found: Mapping[l.Load, Single]) -> l.Kernel:
