@@ -17,6 +17,7 @@ from terrazzo.rules.loop_to_tile.estimate import BOXED, Way, expected, roof, wor
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
+from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
 from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile_to_kernel.lower import derived
@@ -116,10 +117,23 @@ def _in_parts(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most:
 
 
 def _multiplied(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
-    """What a product takes on warpgroups, as it is or with one for each tap; or why it does not run there."""
+    """What a product takes on warpgroups, as it is or with one for each tap, or, where it has one part of each factor,
+    after these were stored otherwise, such as in patches; or why it does not run there.
+    """
     tapped, refused = _built((way.whole(gpu) for way in taps.ways(kernel, gpu)), gpu, lost, most, "")
     whole, why = _as_one(kernel, gpu, lost, min(most, tapped))
-    return (tapped, "") if tapped < whole else (whole, why or refused)
+    again, _ = _built(_after_stores(kernel, gpu), gpu, lost, min(most, tapped, whole), "")
+    best = min(tapped, whole, again)
+    return (whole, why or refused) if best == whole else (best, "")
+
+
+def _after_stores(kernel: l.Kernel, gpu: Gpu) -> list[Way]:
+    """The plans of a product whose operands are stored first, best first."""
+    if (p := product(kernel)) is None or len(p.sites) > 1 or len(p.sites[0].terms) > 1:
+        return []
+    ways = [(way, x) for way in stored(merged(kernel, p, gpu).kernel, gpu) for x in way.plans(gpu)[: tiles.MOST]]
+    found = [(x.time + way.before(gpu), way.form, partial(warpgroups.schedule, way.product, x, gpu)) for way, x in ways]
+    return sorted(found, key=lambda x: x[0])
 
 
 def _as_one(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most: float) -> tuple[float, str]:
