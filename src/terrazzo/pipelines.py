@@ -84,7 +84,6 @@ from terrazzo.rules.loop_to_tile.reductions import reduced
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
-from terrazzo.rules.torch_to_tensor.in_tf32 import OPS
 from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
@@ -123,8 +122,8 @@ def _tensor(p: Program, log: Log, options: Options) -> Program:
     """Tensor IR, whose results lie as Torch IR says."""
     plain, strides, given = row_by_row(p)
     together = _together(plain, log, options)
-    rough = OPS if options.tf32 and options.fp32 in PARTS and target(options.target).gpu else ()
-    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), rough, strides, given)
+    tf32 = options.tf32 and options.fp32 in PARTS and target(options.target).gpu is not None
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), tf32, strides, given)
 
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -492,8 +491,7 @@ def rescheduled(done: Lowering, options: Options, tried: Experience) -> Lowering
     log.forget(again)
     kept = [stage for stage in done.stages if stage[0].name not in again]
     with reproducible(options):
-        program = kept[-1][1] if kept else done.source
-        below = stages(program, options, log, again, tried, asked)
+        below = stages(kept[-1][1] if kept else done.source, options, log, again, tried, asked)
         return Lowering(done.source, [*kept, *below], log, asked)
 
 
