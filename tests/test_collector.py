@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from terrazzo import collector
-from terrazzo.collector import paused
+from terrazzo.collector import paused, remembered
 from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.kernel import machine
@@ -105,3 +105,28 @@ def test_a_simulated_kernel_leaves_no_memory_to_the_collector(monkeypatch: pytes
         assert seen and not any(s() for s in seen)
     finally:
         gc.enable()
+
+
+def test_all_that_was_found_is_remembered_while_a_program_is_compiled() -> None:
+    asked: list[int] = []
+
+    @remembered
+    def squared(n: int) -> int:
+        asked.append(n)
+        return n * n
+
+    many = 4 * collector.FEW
+    with paused():
+        for _ in range(2):
+            assert [squared(n) for n in range(many)] == [n * n for n in range(many)]
+        with paused():
+            squared(0)
+        assert squared(1) == 1
+    assert len(asked) == many, "each once, within what is compiled for another one too"
+    squared(1)
+    assert len(asked) == many + 1, "who compiled so much keeps none of it"
+    with paused():
+        squared(1)
+    squared(1)
+    assert len(asked) == many + 1, "and little is kept"
+    collector._remembered.remove(squared)

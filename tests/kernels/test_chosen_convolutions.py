@@ -4,6 +4,7 @@ comes after them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -259,6 +260,19 @@ def test_the_estimate_knows_boxes() -> None:
     assert image is not None
     best = boxes.plans(image, gpu("sm_90a"))[0]
     assert estimate(kernel, gpu("sm_90a")).time == best.time
+
+
+def test_boxes_that_need_equally_many_registers_are_tried_twice_at_most() -> None:
+    """Where one spills, those that differ in its sides only do."""
+    shapes = torch.empty(8, 256, 28, 28, dtype=torch.bfloat16), torch.empty(256, 256, 3, 3, dtype=torch.bfloat16)
+    found = lowered(conv(padding=1), tuple(x.to(memory_format=LAST) for x in shapes))
+    kernel = next(s for s in found.lowering.loop.steps if isinstance(s, l.Kernel))
+    image, _ = boxes.moved(kernel)
+    assert image is not None
+    plans = boxes.plans(image, gpu("sm_90a"))
+    alike = Counter((x.tile.groups, x.tile.n) for x in plans)
+    assert len(plans) == boxes.MOST and set(alike.values()) == {boxes.ALIKE}
+    assert list(plans) == sorted(plans, key=lambda x: x.time)
 
 
 NOT = """\

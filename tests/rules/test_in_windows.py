@@ -133,6 +133,71 @@ HEADS = """
                 y[a0, a1] = acc0"""
 
 
+OF_IMAGES = """
+    with kernel('s', s=f32[16, 128, 128]):
+        for a0 in free(4):
+            for a1 in free(4):
+                for a2 in free(128):
+                    for a3 in free(128):
+                        for r0 in reduce(16):
+                            in0 = x[a0 * 128 + a2, r0 + a1 * 16]
+                            in1 = w[a0 * 128 + a3, r0 + a1 * 16]
+                            v0 = mul(in0, in1)
+                            acc0 <- sum(v0)
+                        s[a0 * 4 + a1, a2, a3] = acc0"""
+OF_HEADS = """
+    with kernel('{y}', {y}=f32[16, 128, 16]):
+        for a0 in free(16):
+            for a1 in free(128):
+                for a2 in free(16):
+                    for r0 in reduce(128):
+                        in0 = {s}[a0, {at}]
+                        in1 = x[r0 + (a0 // 4) * 128, (a0 % 4) * 16 + a2]
+                        v0 = mul(in0, in1)
+                        acc0 <- sum(v0)
+                    {y}[a0, a1, a2] = acc0"""
+BETWEEN = """
+    with kernel('d', d=f32[16, 128, 128]):
+        for a0 in free(4):
+            for a1 in free(4):
+                for a2 in free(128):
+                    for a3 in free(128):
+                        in0 = s[a0 * 4 + a1, a2, a3]
+                        v0 = {of}
+                        d[a0 * 4 + a1, a2, a3] = v0"""
+TOTALS = """
+    with kernel('t', t=f32[16, 128]):
+        for a0 in free(4):
+            for a1 in free(4):
+                for a2 in free(128):
+                    for r0 in reduce(128):
+                        in0 = s[a0 * 4 + a1, a2, r0]
+                        acc0 <- sum(in0)
+                    t[a0 * 4 + a1, a2] = acc0"""
+TOKENS = "x: f32[512, 64], w: f32[512, 64]"
+
+
+def test_heads_of_images_go_along_with_images() -> None:
+    """Who reads scores along four images, and who does along all heads of these, sixteen."""
+    values = OF_HEADS.format(y="y", s="s", at="r0, a1")
+    p = program(OF_IMAGES, values, TOTALS, results="y, t", inputs=TOKENS)
+    found, told = windowed(p)
+    assert wholes(told) == {"s", "y", "t"} and most(found) < 0.5 * most(p)
+    same(p, found)
+
+
+def test_who_reads_what_readers_make_goes_along() -> None:
+    """Gradients of scores are there in windows as the scores are, for two that multiply these and one that multiplies
+    those: a window of one is made for a window of the other.
+    """
+    both = OF_HEADS.format(y="y", s="d", at="r0, a1"), OF_HEADS.format(y="z", s="d", at="a1, r0")
+    early = OF_HEADS.format(y="v", s="s", at="r0, a1")
+    p = program(OF_IMAGES, early, BETWEEN.format(of="mul(in0, in0)"), *both, results="y, z, v", inputs=TOKENS)
+    found, told = windowed(p)
+    assert wholes(told) == {"s", "d", "y", "z", "v"} and most(found) < 0.6 * most(p)
+    same(p, found)
+
+
 def test_heads_that_lie_side_by_side_in_rows() -> None:
     """Each window makes the rows that it reads, once for all that reads them."""
     p = program(parts("x", 1024), HEADS, results="y", inputs="x: f32[1024, 512]")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.dialects.loop import Apply, Literal, Reduce, Scan
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
@@ -51,7 +52,7 @@ class Contraction:
         return Contraction(self.reduce, tuple(t for t, _ in found), tuple(s for _, s in found))
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def contraction(reduce: Reduce) -> Contraction | None:
     """The reduction as a contraction, or None: a sum of products, where some variable occurs in one factor only."""
     found = nested_contraction(reduce)
@@ -60,7 +61,7 @@ def contraction(reduce: Reduce) -> Contraction | None:
     return found
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def nested_contraction(reduce: Reduce) -> Contraction | None:
     """The same, where factors may hold reductions themselves: products of products."""
     if reduce.monoid.name != "sum":

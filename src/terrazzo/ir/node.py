@@ -22,9 +22,11 @@ import dataclasses
 import weakref
 from _weakref import _remove_dead_weakref  # type: ignore[attr-defined]
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, wraps
+from functools import wraps
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform, overload
+
+from terrazzo.collector import remembered
 
 N = TypeVar("N", bound="Node")
 T = TypeVar("T")
@@ -261,7 +263,7 @@ def topological(roots: Iterable[Node], stop: Callable[[Node], bool] | None = Non
     return _walked(roots, stop) if stop else list(_below(tuple(roots)))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _below(roots: tuple[Node, ...]) -> tuple[Node, ...]:
     """All nodes of some roots, which are asked for several times each: kernels are looked at by many."""
     return tuple(_walked(roots))

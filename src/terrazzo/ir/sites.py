@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir import nest
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.canonical import canonical, nameless
@@ -81,7 +82,7 @@ class Sites:
         return pairs if fits and row is not column else None
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def sites(kernel: l.Kernel) -> Sites:
     """Of a kernel."""
     rare = rescues(kernel)
@@ -162,7 +163,7 @@ def no_product(kernel: l.Kernel) -> str:
     return found if isinstance(found, str) else ""
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _product(kernel: l.Kernel) -> Product | str:
     """A kernel as a product, or why it is none."""
     found = sites(kernel)

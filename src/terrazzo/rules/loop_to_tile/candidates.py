@@ -14,7 +14,7 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.chains import chains
-from terrazzo.rules.loop_to_tile.estimate import estimate, expected
+from terrazzo.rules.loop_to_tile.estimate import estimate, expected, least
 from terrazzo.rules.loop_to_tile.products import taps
 from terrazzo.rules.loop_to_tile.products.apart import factor_apart, products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
@@ -242,9 +242,10 @@ def _results(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: P
     """A product that stores its sums, and its results in a kernel of their own: few warps multiply, and take longer for
     what is dear than many would.
     """
-    both = _in_two(kernel, gpu)
-    if math.isfinite(both) and all(both < SURE * time for time in _times(kernel, gpu)):
-        apart = results_apart(kernel)
+    apart, rest = results_apart(kernel), _rest(kernel, gpu)
+    if math.isinf(rest) or not all(rest + least(apart[0], gpu) < SURE * time for time in _times(kernel, gpu)):
+        return  # which is found sooner than what the sums take
+    if rest + _anyhow(apart[0], gpu) < SURE * _anyhow(kernel, gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("results_apart", kernel, apart))
 
@@ -303,6 +304,12 @@ def _in_two(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a product that stores its sums and of what computes its results from these, by the model;
     infinity where they are not dear.
     """
+    rest = _rest(kernel, gpu)
+    return rest + _anyhow(results_apart(kernel)[0], gpu) if math.isfinite(rest) else math.inf
+
+
+def _rest(kernel: l.Kernel, gpu: Gpu) -> float:
+    """Nanoseconds of what computes the results of a product from its sums; infinity where they are not dear."""
     p, apart, has = product(kernel), results_apart(kernel), gpu.warpgroups
     if has is None or p is None or len(apart) == 1:
         return math.inf
@@ -310,8 +317,7 @@ def _in_two(kernel: l.Kernel, gpu: Gpu) -> float:
     if r.operations + r.read * has.after / has.read < DEAR:
         return math.inf
     size = apart[0].stores[0].buffer.type.dtype.size
-    rest = max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
-    return _anyhow(apart[0], gpu) + rest
+    return max((r.moved + r.points * size) / gpu.memory, r.points * r.operations / (gpu.fma / 2)) + gpu.launch
 
 
 def _best(kernel: l.Kernel, gpu: Gpu) -> float:

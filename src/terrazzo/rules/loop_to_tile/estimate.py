@@ -101,15 +101,24 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
     return Estimate(time, max(traffic, arithmetic), "memory" if traffic >= arithmetic else "arithmetic")
 
 
-@lru_cache(maxsize=1024)
 def roof(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds that no kernel is expected to take less than without tensor cores, by the data sheet's rates: what
     it moves, and what it multiplies and adds up. It is found in no time, where what is `expected` takes long to find.
     """
-    memory, fma, _ = gpu.roof
+    return _busy(kernel, gpu, gpu.roof[1]) + gpu.launch
+
+
+def least(kernel: l.Kernel, gpu: Gpu) -> float:
+    """The same with tensor cores, without a launch."""
+    return _busy(kernel, gpu, gpu.roof[2])
+
+
+@lru_cache(maxsize=1024)
+def _busy(kernel: l.Kernel, gpu: Gpu, rate: float) -> float:
+    """What memory takes for what a kernel moves, or what a product takes at a rate of operations."""
     moved = sum(count * b.type.dtype.size for b, count in work(kernel)[1].items())
     p = product(kernel)
-    return max(moved / memory, _multiplied(kernel, p) / fma if p is not None else 0.0) + gpu.launch
+    return max(moved / gpu.roof[0], _multiplied(kernel, p) / rate if p is not None else 0.0)
 
 
 def _multiplied(kernel: l.Kernel, p: Product) -> int:

@@ -8,7 +8,7 @@ are views of it, and results are stored where the whole result is (`ir/regions.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -22,7 +22,15 @@ from terrazzo.ir.node import per_node, topological
 from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.memory.lifetimes import in_use
-from terrazzo.rules.loop.memory.windows import Group, Windows, along_axis, in_ranges, windowed, windows_read
+from terrazzo.rules.loop.memory.windows import (
+    Group,
+    Windows,
+    along_axis,
+    in_ranges,
+    windowed,
+    windows_needed,
+    windows_read,
+)
 
 PASS = "remake"
 RULE = "in_windows"
@@ -189,6 +197,14 @@ class _Uses:
                 self.readers.setdefault(b, []).append(s)
         self.joining: dict[tuple[Any, Set[Any]], bool] = {}
 
+    def along(self, b: l.Buffer) -> list[tuple[l.Kernel | l.Call, l.Buffer]]:
+        """Who reads a buffer, and who reads what those make, if that may be there in windows, too; each with what it
+        reads.
+        """
+        mine = self.readers[b]
+        behind = [x for r in mine if self.joins(r) for x in r.writes if x in self.readers]
+        return [(r, x) for x in (b, *behind) for r in self.readers[x]]
+
     def joins(self, maker: Any, axes: Set[Any] = frozenset()) -> bool:
         """Whether what a step makes can be there in windows of some of its axes: it is no result, and if it is a
         product, these are axes of its batch, so that no window reads what another one does.
@@ -215,8 +231,8 @@ def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -
     again = [b for b in large if wanted(uses.maker[b])]  # type: ignore[arg-type]
     seen: set[tuple[frozenset[l.Kernel], frozenset[l.Kernel]]] = set()
     for b in (*again[:LARGEST], *[b for b in large if b not in again][:LARGEST]):
-        for reader in uses.readers[b]:
-            axes = {a for x in _loads(reader, b) for a in x.free}
+        for reader, read in uses.along(b):
+            axes = {a for x in _loads(reader, read) for a in x.free}
             for axis in (a for a in reader.axes if a in axes and isinstance(a.extent, int)):  # type: ignore[union-attr]
                 group = _closed(uses, reader, axis)  # type: ignore[arg-type]
                 same = group and (frozenset(group.readers), frozenset(group.makers))
@@ -257,7 +273,7 @@ def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
         if not others:
             break
         for other, maker in others.items():  # they go along if they read the same windows
-            along = _alike(maker, readers, other)  # type: ignore[arg-type]
+            along = _alike(maker, readers, makers, other)  # type: ignore[arg-type]
             if along is None:
                 refused.add(maker)
             else:
@@ -298,13 +314,21 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
             return dict.fromkeys(sorted(makers, key=uses.place.__getitem__))
 
 
-def _alike(maker: l.Kernel, readers: Mapping[l.Kernel, Var], other: l.Kernel) -> Var | None:
-    """The axis along which another kernel reads the windows that readers read of what one makes."""
-    wanted = {x for k, a in readers.items() for x in windows_read(k, a, maker)}
-    extents = {a.extent for a in readers.values()}
-    for axis in (a for a in getattr(other, "axes", ()) if a.extent in extents):
-        theirs = windows_read(other, axis, maker)
-        if theirs and theirs <= wanted:
+def _alike(
+    maker: l.Kernel, readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel], other: l.Kernel
+) -> Var | None:
+    """The axis along which another kernel reads the windows that readers read of what one makes, or else those that
+    makers need for these.
+    """
+    for axis in (a for a in getattr(other, "axes", ()) if isinstance(a.extent, int)):
+        extents: list[Any] = [axis.extent, *(a.extent for a in readers.values())]
+        least = min(extents)
+        if least < 1 or any(n % least for n in extents):
+            continue
+        count = 2 if least % 2 == 0 else least
+        theirs = windows_read(other, axis, maker, count)
+        read = {x for k, a in readers.items() for x in windows_read(k, a, maker, count)}
+        if theirs and theirs <= (read or windows_needed(readers, makers, maker, count)):
             return axis  # type: ignore[no-any-return]
     return None
 

@@ -22,8 +22,9 @@ Range = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Group:
-    """Kernels that run in windows of their axes, which are equally long; and those that make what a window of these
-    reads, which is read by nobody else.
+    """Kernels that run in windows of their axes, which are equally long, or some of them so many times as long, as the
+    axis of all heads is where others have images around it; and those that make what a window of these reads, which is
+    read by nobody else.
     """
 
     readers: Mapping[l.Kernel, Var]
@@ -36,8 +37,8 @@ class Group:
 
     @property
     def extent(self) -> int:
-        """How long the axis is."""
-        return max(a.extent for a in self.readers.values())  # type: ignore[type-var, return-value]
+        """How long the shortest of the axes is: sizes of windows are those there."""
+        return min(a.extent for a in self.readers.values())  # type: ignore[type-var, return-value]
 
 
 def in_ranges(kernel: l.Kernel, along: Set[Any]) -> bool:
@@ -140,18 +141,34 @@ def _together(one: Range, other: Range) -> Range | None:
 
 
 @lru_cache(maxsize=4096)
-def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel) -> frozenset[Any]:
-    """What the first and the last window of two, or of each element, read of what another kernel makes: where its axes
-    are then.
+def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel, count: int) -> frozenset[Any]:
+    """What the first and the last of so many equal windows read of what another kernel makes: where its axes are then.
     """
-    extent: Any = axis.extent
-    size = extent // 2 if extent % 2 == 0 else 1
+    return windows_needed({kernel: axis}, (maker,), maker, count)
+
+
+def windows_needed(
+    readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel], maker: l.Kernel, count: int
+) -> frozenset[Any]:
+    """The same of several kernels, and of others that make what a window of these reads."""
+    made = {b: k for k in makers for b in k.writes}
     found: set[Any] = set()
-    for start in (0, extent - size):
-        read = _read(kernel, {axis: Var(axis.name, size) + start}, maker.writes) or {}
-        for b, part in {(x.buffer, part) for x, part in read.items()}:
-            at = _axes_at(maker, b, part)
-            found.add((start, None if at is None else frozenset(at.items())))
+    for number in (0, count - 1):
+        front: list[tuple[l.Kernel, Mapping[Any, IntExpr]]] = []
+        for k, axis in readers.items():
+            size: Any = axis.extent // count
+            front.append((k, {axis: Var(axis.name, size) + number * size}))
+        seen: set[Any] = set()
+        while front:
+            k, at = front.pop()
+            for b, part in {(x.buffer, part) for x, part in (_read(k, at, made) or {}).items()}:
+                there = _axes_at(made[b], b, part)
+                place = None if there is None else frozenset(there.items())
+                if made[b] is maker:
+                    found.add((number, place))
+                elif there and (made[b], place) not in seen:
+                    seen.add((made[b], place))
+                    front.append((made[b], there))
     return frozenset(found)
 
 
@@ -205,7 +222,9 @@ class Windows:
             self.made, self.begun = {}, len(self.steps)
             for kernel in mine:
                 axis = self.group.readers[kernel]
-                at = {axis: Var(axis.name, min(self.size, self.group.extent - start)) + start}
+                times: Any = axis.extent // self.group.extent
+                size = times * min(self.size, self.group.extent - start)
+                at = {axis: Var(axis.name, size) + times * start}
                 stored = {s: x for s in kernel.stores if (x := self.piece(s, at)) is not None}
                 if len(stored) < len(kernel.stores) or not self.put(kernel, at, stored):
                     return None

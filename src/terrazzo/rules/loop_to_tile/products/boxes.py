@@ -37,8 +37,11 @@ COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
 LONGEST = 256
 """Elements along a side of a box, at most."""
-MOST = 8
-"""Plans that are worth trying."""
+MOST, ALIKE = 8, 2
+"""Plans that are worth trying. And of those that differ in the sides of their boxes only: they need equally many
+registers, so where one spills, all of them do. Of eight boxes by 256 columns for a convolution that stored two results
+each spilled 480 bytes or more, and each was compiled, one after the other.
+"""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,14 @@ def plans(x: Moved, gpu: Gpu) -> tuple[Plan, ...]:
         """Points of the image that the taps of a box touch: what the cache holds for it."""
         return math.prod(side + wide.get(a, 0) for a, side in zip(x.rows, tile.box, strict=True))
 
-    return tuple(sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, reach(p.tile)))[:MOST])
+    kinds: dict[tuple[int, int], int] = {}
+    best: list[Plan] = []
+    for plan in sorted((p for p in found if p.time < math.inf), key=lambda p: (p.time, reach(p.tile))):
+        kind = plan.tile.groups, plan.tile.n
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= ALIKE:
+            best.append(plan)
+    return tuple(best[:MOST])
 
 
 def _tiles(x: Moved, n: int) -> Iterator[Tile]:
