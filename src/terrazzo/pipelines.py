@@ -47,6 +47,7 @@ from terrazzo.rules.loop.fusion.joined import products_joined
 from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
+from terrazzo.rules.loop.layout.across import turned_after
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
 from terrazzo.rules.loop.layout.in_place import images_in_place
@@ -183,7 +184,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    placed = images_in_place(phases_apart(p, log, price), log, price)
+    placed = turned_after(images_in_place(phases_apart(p, log, price), log, price), log, price)
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
@@ -191,8 +192,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
     made = blocks_seen(made, log, price)
     made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
-    made = factors_made(made, log, price, options.materialize)
-    made = store_turned(made, log, price)
+    made = store_turned(factors_made(made, log, price, options.materialize), log, price)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 

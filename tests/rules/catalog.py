@@ -20,7 +20,18 @@ from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
 from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
-from terrazzo.rules.loop.layout import channels, dimensions, in_place, layout, lookups, phases, pixels, placed, turned
+from terrazzo.rules.loop.layout import (
+    across,
+    channels,
+    dimensions,
+    in_place,
+    layout,
+    lookups,
+    phases,
+    pixels,
+    placed,
+    turned,
+)
 from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
@@ -166,6 +177,10 @@ CATALOG: dict[str, Rewrite] = {
     "online:images_in_place": of(
         in_place.images_in_place, lambda p: in_place.images_in_place(p, Log(), lambda steps: float(1 - len(steps)))
     ),
+    "online:turned_after": of(
+        across.turned_after, lambda p: across.turned_after(p, Log(), lambda steps: float(1 - len(steps)), 0)
+    ),
+    "online:read_across": of(across.read_across, lambda p: across.read_across(p, Log())),
     "online:store_turned": of(
         turned.store_turned, lambda p: turned.store_turned(p, Log(), lambda steps: float(1 - len(steps)))
     ),

@@ -115,7 +115,7 @@ def _every(x: _Dimension, sides: frozenset[Any]) -> list[_Dimension]:
     end of a side is beyond that, and reads as zeros. The dimension where no side of a box goes along it.
     """
     terms = terms_of(x.index).items()
-    c = min((abs(c) for factors, c in terms if any(isinstance(f, Var) for f in factors)), default=1)
+    c = min((abs(c) for factors, c in terms if any(f in sides for f in factors)), default=1)
     if c < 2 or not any(mentions(x.index, a) for a in sides) or x.extent % c:
         return [x]
     far = _Dimension(x.extent // c, x.stride * c, floordiv(x.index, c))

@@ -142,8 +142,7 @@ def _together(one: Range, other: Range) -> Range | None:
 
 @lru_cache(maxsize=4096)
 def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel, count: int) -> frozenset[Any]:
-    """What the first and the last of so many equal windows read of what another kernel makes: where its axes are then.
-    """
+    """What the first and the last of so many equal windows read of what another kernel makes: where its axes go."""
     return windows_needed({kernel: axis}, (maker,), maker, count)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from terrazzo.hw.gpu import Gpu
+from terrazzo.hw import tma
+from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
@@ -21,6 +22,7 @@ from terrazzo.ir.expr import bounds
 from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, product
+from terrazzo.rules import access
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.leaving import RESULTS
 from terrazzo.rules.loop_to_tile.products.making import promotes
@@ -35,12 +37,24 @@ from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
+LANES = 8
+"""Lanes of a warp that have rows of a tile, one each; four of them have columns of every row."""
 LONGEST = 256
 """Elements along a side of a box, at most."""
 MOST, ALIKE = 8, 2
 """Plans that are worth trying. And of those that differ in the sides of their boxes only: they need equally many
 registers, so where one spills, all of them do. Of eight boxes by 256 columns for a convolution that stored two results
 each spilled 480 bytes or more, and each was compiled, one after the other.
+"""
+ALONE = 5.0
+"""Bytes of results in 16 bits that leave a block's registers in a nanosecond, one by one: memory runs along rows of a
+tile, and a thread's two columns lie apart."""
+PARTLY = 3.5
+"""As how many whole sectors one that a warp stores in part counts. Both are fitted to transposed convolutions with a
+stride of 2 in bfloat16, of whose results a warp stores every other one along rows (H200, 28 November 2026, with copies
+of operands): 128 x 64 x 258 x 258 took 10.9 ms in boxes of 128 x 1 x 1 and 4.0 in those of 16 x 1 x 8, 32 x 24 x 66 x
+66 x 66 took 3.5 in boxes of 32 x 1 x 2 x 2 and 2.6 in those of 32 x 1 x 1 x 4. By this 9.3, 3.5, 2.6 and 1.9, where
+memory alone takes 0.27 and 0.11.
 """
 
 
@@ -72,9 +86,14 @@ class Moved:
         return self.images[0]
 
     @property
-    def gathered(self) -> bool:
-        """Whether results leave as boxes, through shared memory: they lie side by side along the columns."""
+    def gathers(self) -> bool:
+        """Whether results of 16 bits lie side by side along the columns, so that they may leave as boxes."""
         return all(_along(s, self.columns) and s.buffer.type.dtype.size == 2 for s in self.kernel.stores)
+
+    def gathered(self, tile: Tile) -> bool:
+        """Whether those of a tile leave as boxes, through shared memory."""
+        sides = (*zip(self.rows, tile.box, strict=True), (self.columns, _width(tile)))
+        return self.gathers and all(_is_box(s, sides) for s in self.kernel.stores)
 
     @property
     def step(self) -> int:
@@ -126,6 +145,12 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
 
 def _along(x: l.Load | l.Store, axis: Any) -> bool:
     return coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
+
+
+@lru_cache(maxsize=4096)
+def _is_box(store: l.Store, sides: tuple[tuple[Any, int], ...]) -> bool:
+    found = access.box(store, dict(sides))
+    return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)
 
 
 @dataclass(frozen=True)
@@ -236,7 +261,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         held=_held(x, tile),
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
-        rate=has.gathered if x.gathered else has.direct,
+        rate=has.gathered if x.gathered(tile) else _direct(x, has),
         least=least,
         extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
         depth=x.step,
@@ -246,19 +271,30 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
     return lasts(work, gpu)
 
 
+def _direct(x: Moved, has: Warpgroups) -> float:
+    """Bytes of results in a nanosecond that leave a block's registers: a thread's two columns together, or alone."""
+    size = min(s.buffer.type.dtype.size for s in x.kernel.stores)
+    if size > 2:
+        return has.direct
+    return has.direct * size / 4 if x.gathers else ALONE
+
+
 def _scattered(x: Moved, tile: Tile) -> int:
-    """Bytes of the sectors that a warp stores to and does not fill, where results leave from registers: its lanes and
-    their two rows go along the rows of a box. On an H200 32 x 24 x 66 x 66 x 66 of bfloat16, of which every other one
-    lies along a box of 32 x 1 x 2 x 2, took 3.5 ms with the copies of operands, where memory alone takes 0.1.
+    """Bytes that memory moves in the time that sectors take which a warp stores in part, where results leave from
+    registers: eight lanes have successive rows of a box. Those of rows that begin anywhere may reach one sector more.
     """
-    if x.gathered:
+    if x.gathers:
         return 0
-    places = list(itertools.islice(itertools.product(*map(range, tile.box)), ROWS // 4))
-    found = 0
+    places = list(itertools.islice(itertools.product(*map(range, tile.box)), LANES))
+    found = 0.0
     for size, points, steps in _stored(x):
-        sectors = {sum(c * i for c, i in zip(steps, at, strict=True)) * size // SECTOR for at in places}
-        found += max(len(sectors) * SECTOR // len(places) - size, 0) * points
-    return found
+        at = [sum(c * i for c, i in zip(steps, place, strict=True)) * size for place in places]
+        aligned = all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
+        begins = [0] if aligned else range(0, SECTOR, size)
+        touched = sum(len({(y + first) // SECTOR for y in at}) for first in begins) / len(begins)
+        if touched * SECTOR > LANES * size:
+            found += (PARTLY * touched * SECTOR / LANES - size) * points
+    return int(found)
 
 
 @lru_cache(maxsize=1024)
@@ -274,8 +310,9 @@ def _stored(x: Moved) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
 
 def schedule(x: Moved, plan: Plan, gpu: Gpu) -> Schedule:
     """The bindings of a plan. Results gather in shared memory where they are boxes of what is stored."""
-    boxes = _schedule(x, plan, gpu, x.gathered)
-    if x.gathered and isinstance(complete(x.kernel, boxes, gpu)[0], Refused):
+    gathered = x.gathered(plan.tile)
+    boxes = _schedule(x, plan, gpu, gathered)
+    if gathered and isinstance(complete(x.kernel, boxes, gpu)[0], Refused):
         return _schedule(x, plan, gpu, False)
     return boxes
 
