@@ -51,7 +51,8 @@ class Options:
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
     fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
                  six products of bfloat16, or three of float16 where CUDA cores sum what these do not know closely
-                 enough, as exactly as float32; "tf32" by three of bfloat16, more exactly than tf32; "bf16" by one.
+                 enough, as exactly as float32; "tf32" by one of float16, scaled row by row, or three of bfloat16, as
+                 exactly as TF32 at least; "bf16" by one of bfloat16.
                  "auto" obeys torch.set_float32_matmul_precision: "highest" is "split", "high" "tf32", "medium"
                  "bf16".
     tf32         on a GPU, the digits of TF32 will do for the products of a convolution in float32, ours and those of a

@@ -18,7 +18,7 @@ from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import stages
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.precision.parts import into_parts
+from terrazzo.rules.loop.precision.parts import IN_TF32, into_parts
 
 backward = torch.ops.aten.convolution_backward.default
 
@@ -39,16 +39,16 @@ def upper(fn: Any, args: Any, tf32: bool = True) -> l.Program:
     return found
 
 
-def in_parts(fn: Any, args: Any) -> l.Program:
-    """A program whose products have one part of each factor."""
-    found = into_parts(upper(fn, args), Log(), 3, lambda old, new, beaten: (float("_root" in str(new)), ""))
+def in_parts(fn: Any, args: Any, count: int = 3) -> l.Program:
+    """A program whose products have one part of each factor, though others had so many."""
+    found = into_parts(upper(fn, args), Log(), count, lambda old, new, beaten: (float("_root" in str(new)), ""))
     verify(found, "parts")
     assert parse(show(found)) == found and "tf32_mul" not in show(found)
     return found
 
 
-def run(fn: Any, args: Any) -> list[Any]:
-    program = in_parts(fn, args)
+def run(fn: Any, args: Any, count: int = 3) -> list[Any]:
+    program = in_parts(fn, args, count)
     given = dict(zip((b.name for b in program.inputs), (x.numpy() for x in args), strict=True))
     with np.errstate(all="ignore"):
         return loop.run(program, given)
@@ -128,3 +128,15 @@ def test_boxes_multiply_them(last: bool) -> None:
     assert ".f32.f16" in show(found.lowering.at("tile")) and last_kernel.name == "convolution"
     exact, (ours,) = small(x.double(), w.double()).numpy(), found.simulated()
     assert apart(ours, exact) <= 1.1 * apart(small(rounded(x), rounded(w)).numpy(), exact)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_rows_of_matrices_are_scaled_where_tf32_is_asked_for(transposed: bool) -> None:
+    torch.manual_seed(4)
+    sizes = 10.0 ** torch.linspace(-12, 12, 128)
+    x, w = torch.randn(128, 192) * sizes[:, None], torch.randn(256, 192)
+    w = w.T.contiguous().T if transposed else w
+    (ours,), exact = run(F.linear, (x, w), IN_TF32), F.linear(x.double(), w.double()).numpy()
+    theirs = F.linear(rounded(x), rounded(w.contiguous())).numpy()
+    for row in range(0, 128, 16):
+        assert apart(ours[row], exact[row]) <= 1.2 * apart(theirs[row], exact[row])

@@ -124,7 +124,7 @@ def test_what_is_kept_is_found_for_the_same_precision_only() -> None:
         ("auto", 3, "float16"),
         ("exact", 0, ""),
         ("split", 3, "float16"),
-        ("tf32", 3, "bfloat16"),
+        ("tf32", 1, "float16"),
         ("bf16", 1, "bfloat16"),
     ],
 )

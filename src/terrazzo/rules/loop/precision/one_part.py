@@ -12,8 +12,9 @@ Infinities and NaN are what they are, and a number that is not 0 has a part that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -32,59 +33,64 @@ SHORT = 8192
 @dataclass(frozen=True)
 class Single:
     """A factor in memory as numbers in float16, and the root of what these are to be multiplied by, for each place
-    along the dimension `row` of it, or for all.
+    along the dimensions `rows` of it; one for all, where there are none.
     """
 
     part: l.Buffer
     root: l.Buffer
-    row: int | None
+    rows: tuple[int, ...]
 
-    def rooted(self, index: tuple[IntExpr, ...]) -> l.Load:
+    def rooted(self, index: Sequence[IntExpr]) -> l.Load:
         """The root for what lies somewhere."""
-        return l.Load(self.root, () if self.row is None else (index[self.row],))
+        return l.Load(self.root, tuple(index[d] for d in self.rows))
 
 
 def why_not(c: Contraction) -> str:
     """Why a product's factors are not one part each; nothing where they may be."""
-    if not c.in_tf32 or len(c.terms) != 1:
-        return "all digits of float32 are wanted"
+    if len(c.terms) != 1:
+        return "it has several terms"
     if any(not isinstance(x, l.Load) or x.dtype is not f32 for x in c.operands):
         return "what is scaled is a tensor in memory"
     return ""
 
 
-def row_of(x: l.Load, c: Contraction) -> int | None:
-    """The first dimension of a factor along which an axis goes that the product keeps, from end to end, and that is in
-    no other index.
+def rows_of(x: l.Load, c: Contraction) -> tuple[int, ...]:
+    """The dimensions of a factor, from the outermost in memory on, along each of which an axis goes that the product
+    keeps, from end to end, and that is in no other index. Where the outermost is none, the first of all that are.
     """
-    for d, (i, extent) in enumerate(zip(x.index, x.buffer.type.static_shape, strict=True)):
-        others = [j for e, j in enumerate(x.index) if e != d] + list(x.inside)
-        kept = isinstance(i, Var | Bound) and i not in c.reduce.axes and i.extent == extent
-        if kept and extent > 1 and not any(isinstance(j, Node) and i in j.free for j in others):
-            return d
-    return None
+    shape, order = x.buffer.type.static_shape, order_of(x.buffer.type)
+
+    def kept(d: int) -> bool:
+        i = x.index[d]
+        others = [*x.index[:d], *x.index[d + 1 :], *x.inside]
+        if not isinstance(i, Var | Bound) or i in c.reduce.axes or i.extent != shape[d] or shape[d] == 1:
+            return False
+        return not any(isinstance(j, Node) and i in j.free for j in others)
+
+    outer = tuple(takewhile(kept, (d for d in order if shape[d] > 1)))
+    return outer or tuple(d for d in range(len(shape)) if kept(d))[:1]
 
 
 def makers(
-    buffer: l.Buffer, row: int | None, inner: int | None, source: str, fresh: Callable[[str], str]
+    buffer: l.Buffer, rows: tuple[int, ...], inner: int | None, source: str, fresh: Callable[[str], str]
 ) -> tuple[Single, list[l.Kernel]]:
     """Where a tensor's numbers in float16 come to lie, along the dimension `inner` if not as the tensor does, and the
     kernels that store them: the roots first; or one for both, whose threads have a row that is `SHORT`.
     """
     shape, kind = buffer.type.static_shape, laid_out(buffer.type, f16, inner)
-    rows = () if row is None else (shape[row],)
     part = l.Buffer(fresh(f"{buffer.name}_1"), kind)
-    found = Single(part, l.Buffer(fresh(f"{buffer.name}_root"), Type(f32, rows)), row)
+    found = Single(part, l.Buffer(fresh(f"{buffer.name}_root"), Type(f32, tuple(shape[d] for d in rows))), rows)
     order = order_of(kind)
     at = tuple(Var(f"a{order.index(d)}", n) for d, n in enumerate(shape))
-    every, here = tuple(at[d] for d in order), () if row is None else (at[row],)
-    lines = tuple(x if d == row else Var(f"${d}", x.extent) for d, x in enumerate(at))
+    every, here = tuple(at[d] for d in order), tuple(at[d] for d in rows)
+    lines = tuple(x if d in rows else Var(f"${d}", x.extent) for d, x in enumerate(at))
+    along = tuple(x for d, x in enumerate(lines) if d not in rows)
     size = apply("abs", l.Load(buffer, lines))
     size = apply("where", finite(l.Load(buffer, lines)), size, number(0.0))
-    largest = l.Reduce.make(monoid("max"), tuple(x for d, x in enumerate(lines) if d != row), (size,))
-    root, scale = scales(largest)
+    root, scale = scales(l.Reduce.make(monoid("max"), along, (size,)))
     first, name = l.Store(found.root, here, root), fresh(f"{buffer.name}_part")
-    if row == order_of(buffer.type)[0] == order[0] and math.prod(shape) <= SHORT * shape[row]:
+    outer = [tuple(d for d in x if shape[d] > 1)[: len(rows)] for x in (order_of(buffer.type), order)]
+    if rows and outer == [rows, rows] and math.prod(shape) <= SHORT * math.prod(shape[d] for d in rows):
         both = first, l.Store(part, at, _part(l.Load(buffer, at), scale))
         return found, [l.Kernel(name, every, both, source)]
     known = found.rooted(at)

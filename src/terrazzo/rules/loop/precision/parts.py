@@ -194,7 +194,7 @@ class _Parts:
         any_way: bool,
     ) -> None:
         self.program, self.log, self.most, self.gain, self.refused = program, log, count, gain, refused
-        self.count = count
+        self.count, self.rough = count, False
         self.any_way = any_way
         self.constant, self.lean = frozenset(constant), frozenset(lean)
         self.makers: set[l.Kernel] = set()
@@ -221,7 +221,8 @@ class _Parts:
             return
         products += outside
         self.scale = SCALE if both is None else 1.0
-        self.count = min(self.most, IN_TF32) if all(c.in_tf32 for c in products) else self.most
+        self.rough = self.most == IN_TF32 or (self.most > IN_TF32 and all(c.in_tf32 for c in products))
+        self.count = IN_TF32 if self.rough else self.most
         why = self.why_not(kernel, sums if both is None else (), products)
         why = why or self.refused(kernel, self.count)
         if not why:
@@ -273,7 +274,7 @@ class _Parts:
         there for products that have no other way.
         """
         channels, sums = along_channels(kernel), along_sums(kernel)
-        single = len(products) == 1 and not one_part.why_not(products[0])
+        single = self.rough and len(products) == 1 and not one_part.why_not(products[0])
         if single:
             yield from (_Way(single=True, inner=inner) for inner in ({}, channels, sums) if inner or inner is not sums)
         yield _Way(resort=single)
@@ -439,7 +440,7 @@ class _Parts:
         at, found = self.steps.index(kernel), {}
         for x in c.operands:
             assert isinstance(x, l.Load)
-            key = x.buffer, one_part.row_of(x, c), self.way.inner.get(x.buffer)
+            key = x.buffer, one_part.rows_of(x, c), self.way.inner.get(x.buffer)
             if key not in self.single:
                 self.single[key], makers = one_part.makers(*key, kernel.source, self.fresh)
                 self.steps[at:at] = makers
