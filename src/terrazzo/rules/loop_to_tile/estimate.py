@@ -23,7 +23,7 @@ from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
-from terrazzo.rules.loop_to_tile.products.image_forms import image_form
+from terrazzo.rules.loop_to_tile.products.image_forms import boxed
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
 from terrazzo.rules.loop_to_tile.walked import windows
@@ -210,12 +210,8 @@ def _by_taps(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     """A product of what is read at moved places in the best of its boxes, copies of operands included."""
     p = product(kernel)
-    form = image_form(kernel, p, gpu) if p is not None else None
-    if form is None or not (plans := boxes.plans(form.moved, gpu)):
-        return
-    plan = min(plans, key=lambda x: x.time)
-    time = BOXED * (plan.time + form.before(gpu))
-    yield time, form.moved.kernel, partial(boxes.schedule, form.moved, plan, gpu)
+    for time, form, plan in (boxed(kernel, p, gpu) if p is not None else [])[:1]:
+        yield BOXED * time, form.moved.kernel, partial(boxes.schedule, form.moved, plan, gpu)
 
 
 def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:

@@ -12,9 +12,8 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
-from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products import boxes, image_forms, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
-from terrazzo.rules.loop_to_tile.products.image_forms import image_form
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
 from terrazzo.rules.loop_to_tile.walked.crossed import copying, points
@@ -25,16 +24,17 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles,
     those after stored operands among them. Operands are copied first, where memory runs otherwise than boxes do.
     """
-    form = image_form(kernel, p, gpu)
-    if form is None or not (plans := boxes.plans(form.moved, gpu)):
+    ways = image_forms.boxed(kernel, p, gpu)
+    if not ways:
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
-    first, before = copied(form.copies, why, gpu, pinned)
+    first, _ = copied(ways[0][1].copies, why, gpu, pinned)
     others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
-    for plan in plans:
-        if plan.time + before < others:
+    for time, form, plan in ways:
+        if time < others:
             chosen = form.moved.kernel, boxes.schedule(form.moved, plan, gpu), "boxes", str(plan)
-            yield joined((first, Candidate((chosen,)))).after(*form.rewrites)
+            rest = (added_up(x, gpu) for x in form.rest)
+            yield joined((first, Candidate((chosen,)), *rest)).after(*form.rewrites)
 
 
 def by_taps(
@@ -60,9 +60,7 @@ def by_taps(
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
-    form = image_form(kernel, p, gpu)
-    plans = boxes.plans(form.moved, gpu) if form is not None else ()
-    return min((x.time for x in plans), default=math.inf) + (form.before(gpu) if form is not None else 0.0)
+    return next((time for time, _, _ in image_forms.boxed(kernel, p, gpu)), math.inf)
 
 
 def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:
