@@ -131,17 +131,16 @@ def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
         return (kernel,)
     if pieces == 1:
         return (_ordered(taps.kernel, taps.axes, taps.steps),)
-    *others, longest, depth = taps.steps
-    part, rest = cut_along(_ordered(taps.kernel, taps.axes, (*others, depth, longest)), len(taps.steps) - 1, pieces)
-    last = len(taps.steps) - 1
-    return _ordered(part, part.axes, (*range(last - 1), last, last - 1)), rest
+    return cut_along(_ordered(taps.kernel, taps.axes, taps.steps), len(taps.steps) - 2, pieces)
 
 
 def cut_along(kernel: l.Kernel, number: int, pieces: int) -> tuple[l.Kernel, l.Kernel]:
     """A kernel of one sum as two: partial sums over pieces of an axis of its steps, and one that adds them up."""
     steps = range(len(_sum(kernel).axes))
-    whole = _ordered(kernel, kernel.axes, (*(k for k in steps if k != number), number))
-    return split(whole, [_sum(whole)], pieces)
+    order = [*(k for k in steps if k != number), number]
+    whole = _ordered(kernel, kernel.axes, order)
+    part, rest = split(whole, [_sum(whole)], pieces)
+    return _ordered(part, part.axes, [order.index(k) for k in steps]), rest
 
 
 def _sum(kernel: l.Kernel) -> l.Reduce:
