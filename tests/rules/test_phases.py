@@ -37,6 +37,16 @@ CASES = {
     "in one dimension": (F.conv_transpose1d, (2, 16, 9), (16, 12, 16), {"stride": 8, "padding": 4}),
     "in three": (F.conv_transpose3d, (1, 8, 3, 2, 2), (8, 9, 2, 2, 2), {"stride": 2}),
     "in one of two": (F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 4), {"stride": (1, 2), "padding": 1}),
+    "a padding as wide as the stride": (
+        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 5, 5), {"stride": 2, "padding": 2, "output_padding": 1},
+    ),
+    "dilated taps": (
+        F.conv_transpose1d, (2, 16, 5), (16, 12, 5), {"stride": 3, "padding": 4, "output_padding": 2, "dilation": 2},
+    ),
+    "dilated by more than the stride": (
+        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 2), {"stride": (2, 3), "padding": (1, 0), "dilation": (3, 5),
+                                                           "output_padding": (1, 0)},
+    ),
 }  # fmt: skip
 
 
@@ -63,9 +73,17 @@ def test_it_computes_the_same(name: str) -> None:
 
 
 UNEVEN = {
+    "dilated as the stride": (
+        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 2, "padding": 1, "dilation": 2},
+    ),
+    "dilated by half the stride": (F.conv_transpose1d, (2, 16, 5), (16, 12, 5), {"stride": 4, "dilation": 2}),
+
     "one point less": (F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 2, "padding": 1}),
     "in one dimension alone": (F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 4), {"stride": (2, 2), "padding": 1}),
     "two points less": (F.conv_transpose1d, (2, 16, 5), (16, 12, 4), {"stride": 3}),
+    "dilated taps, fewer than phases": (
+        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 5, "padding": 1, "dilation": 2},
+    ),
 }
 
 
@@ -95,7 +113,7 @@ def work(program: Any) -> int:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("-r1 + a1 + 1", "-r1 * 3 + a1 + 1"),  # dilated
+        ("-r1 + a1 + 1", "-r1 + a1 * 3 + 1"),
         ("-r1 + a1 + 1", "r1 + a1 + 1"),
     ],
 )

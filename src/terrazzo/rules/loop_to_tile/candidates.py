@@ -26,7 +26,9 @@ from terrazzo.rules.loop_to_tile.products.product_candidates import (
     by_taps,
     copied,
     in_boxes,
+    in_shares,
     in_tiles,
+    shared,
 )
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
@@ -73,6 +75,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
         yield from _each(kernel, gpu, pinned, pick)
         yield from by_taps(kernel, p, gpu, pinned)
         yield from in_boxes(kernel, p, gpu, pinned)
+        yield from in_shares(kernel, p, gpu)
         yield from after_stores(kernel, p, gpu, pinned)
         yield from by_taps(kernel, p, gpu, pinned, later=True)
         yield from in_tiles(kernel, p, gpu, pinned)
@@ -290,6 +293,7 @@ def _times(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
     if (p := product(kernel)) is not None:
         yield boxed(kernel, p, gpu)
         yield from (x.time for x in taps.ways(kernel, gpu)[:1])
+        yield from (x.time for x in shared(kernel, gpu)[:1])
         yield after(kernel, p, gpu)
         yield _best(kernel, gpu)
 

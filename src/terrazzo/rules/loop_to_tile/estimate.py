@@ -23,7 +23,8 @@ from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
-from terrazzo.rules.loop_to_tile.products.image_forms import image_form
+from terrazzo.rules.loop_to_tile.products.image_forms import boxed
+from terrazzo.rules.loop_to_tile.products.product_candidates import shared
 from terrazzo.rules.loop_to_tile.products.stored import stored
 from terrazzo.rules.loop_to_tile.reductions import reduced, scans
 from terrazzo.rules.loop_to_tile.walked import windows
@@ -190,7 +191,7 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
     if multiplied_by_threads(kernel) and (window := windows.window(kernel, gpu)) is not None:
         found.append(window.time)
     least = min(found, default=math.inf)
-    ways = [*_by_taps(kernel, gpu), *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)]
+    ways = [*_by_taps(kernel, gpu), *_in_shares(kernel, gpu), *_in_boxes(kernel, gpu), *_stored(p.kernel, gpu)]
     for time, form, chosen in sorted(ways, key=lambda way: way[0]):
         if time >= least:  # to derive kernels takes long: those that are slower do not matter
             break
@@ -222,15 +223,16 @@ def _by_taps(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     yield from (way.whole(gpu) for way in taps.ways(kernel, gpu)[:1])
 
 
+def _in_shares(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
+    """A product whose blocks share an axis of its steps that is not the last."""
+    yield from (way.whole(gpu) for way in shared(kernel, gpu)[:1])
+
+
 def _in_boxes(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way]:
     """A product of what is read at moved places in the best of its boxes, copies of operands included."""
     p = product(kernel)
-    form = image_form(kernel, p, gpu) if p is not None else None
-    if form is None or not (plans := boxes.plans(form.moved, gpu)):
-        return
-    plan = min(plans, key=lambda x: x.time)
-    time = BOXED * (plan.time + form.before(gpu))
-    yield time, form.moved.kernel, partial(boxes.schedule, form.moved, plan, gpu)
+    for time, form, plan in (boxed(kernel, p, gpu) if p is not None else [])[:1]:
+        yield BOXED * time, form.moved.kernel, partial(boxes.schedule, form.moved, plan, gpu)
 
 
 def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:

@@ -6,6 +6,7 @@ but they do of the image at the places that points and steps add up to.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import gcd
 from typing import Any
@@ -58,23 +59,51 @@ def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[
     return there, {p: a * s + r * d for (a, r), (p, s, d) in new.items()}
 
 
-def quotients(x: l.Load) -> list[FloorDiv]:
-    """Quotients at which a factor is read that is 0 where there is a rest."""
+def quotients(x: l.Load) -> list[IntExpr]:
+    """Places, each the sum of a quotient and multiples, at which a factor is read that is 0 where there is a rest."""
     rests = {y for e in x.inside if isinstance(e, Expr) for y in topological([e]) if isinstance(y, Mod)}
-    return [e for e in x.index if isinstance(e, FloorDiv) and e.a % e.b in rests]
+    return [e for e in x.index if (found := _quotient(e)) is not None and found.a % found.b in rests]
 
 
-def at_rests(e: FloorDiv, points: Collection[Any], steps: Collection[Any]) -> tuple[Any, Any, int] | None:
-    """The point, the step and the shift of which e is (point - step + shift) // stride, as in transposed convolutions;
-    None where it is not.
-    """
-    terms = dict(terms_of(e.a))
+def _quotient(e: IntExpr) -> FloorDiv | None:
+    """The quotient of which e is the sum, with multiples; None where it is of none or several."""
+    found = [(f, c) for f, c in terms_of(e).items() if any(isinstance(y, FloorDiv) for y in topological(f))]
+    (factors, count), *others = found or [((), 0)]
+    one = factors[0] if len(factors) == 1 and count == 1 and not others else None
+    return one if isinstance(one, FloorDiv) and isinstance(one.b, int) else None
+
+
+@dataclass(frozen=True)
+class Rests:
+    """Of a place (point - `dilation` * step + `shift`) // `stride`, as in transposed convolutions, what it is of."""
+
+    point: Any
+    step: Any
+    shift: int
+    stride: int
+    dilation: int
+
+    @property
+    def common(self) -> int:
+        """Points of which one has steps without a rest."""
+        return gcd(self.dilation, self.stride)
+
+
+def at_rests(e: IntExpr, points: Collection[Any], steps: Collection[Any]) -> Rests | None:
+    """What a place of a transposed convolution is of; None where it is none of such a one."""
+    if (quotient := _quotient(e)) is None:
+        return None
+    stride = quotient.b
+    assert isinstance(stride, int)
+    terms = {f: c * stride for f, c in terms_of(e).items() if f != (quotient,)}
+    for f, c in terms_of(quotient.a).items():
+        terms[f] = terms.get(f, 0) + c
     shift = terms.pop((), 0)
     point: Any = next((x for (x, *more), c in terms.items() if c == 1 and not more and x in points), None)
-    step: Any = next((x for (x, *more), c in terms.items() if c == -1 and not more and x in steps), None)
-    if len(terms) > 2 or point is None or step is None or not isinstance(e.b, int) or shift < 0:
+    step, dilation = next(((x, -c) for (x, *more), c in terms.items() if not more and x in steps), (None, 0))
+    if len(terms) > 2 or point is None or dilation < 1 or shift < 0:
         return None
-    return point, step, shift
+    return Rests(point, step, shift, stride, dilation)
 
 
 def transposed(x: Any, steps: Collection[Any]) -> bool:
@@ -83,6 +112,8 @@ def transposed(x: Any, steps: Collection[Any]) -> bool:
     """
     if not isinstance(x, l.Load) or not (found := quotients(x)):
         return False
-    allowed = [-(e.a % e.b) for e in found]
+    whole = [y for e in found if isinstance(e, Expr) for y in topological([e]) if isinstance(y, FloorDiv)]
+    allowed = [-(y.a % y.b) for y in whole]
     allowed += [e for i, n in zip(x.index, x.buffer.type.shape, strict=True) for e in (i, n - 1 - i)]
-    return all(e in allowed for e in x.inside) and all(at_rests(e, e.free - {*steps}, steps) for e in found)
+    rests = [at_rests(e, e.free - {*steps}, steps) for e in found if isinstance(e, Expr)]
+    return all(e in allowed for e in x.inside) and all(rests)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Var
+from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
-from terrazzo.rules.loop.layout.images import at_rests, quotients
+from terrazzo.rules.loop.layout.images import Rests, at_rests, quotients
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop.precision.number_parts import order_of
 
@@ -24,36 +24,44 @@ PASS, RULE = "online", "phases_apart"
 
 @dataclass(frozen=True)
 class Phase:
-    """Of a factor that is read at `quotient`, (point - step + shift) // stride, and is 0 where that leaves a rest, what
-    takes the place of its point and its step: every `stride`-th point from each `phase` on, and every `stride`-th step.
+    """Of a factor that is read at a `place` of `rests`, and is 0 where that leaves a rest, what takes the place of its
+    point and its step: every stride-th point from each `phase` on, and each step that leaves no rest.
     """
 
-    quotient: FloorDiv
-    point: Any
-    step: Any
-    shift: int
+    place: IntExpr
+    rests: Rests
     among: Any
     phase: Any
     turn: IntExpr
 
     @property
-    def stride(self) -> int:
-        """Points from one of a phase to the next."""
-        found = self.phase.extent
-        assert isinstance(found, int)
+    def moved(self) -> IntExpr:
+        """The phase, as the image sees it."""
+        found: IntExpr = self.phase + self.rests.shift
+        return found
+
+    @property
+    def first(self) -> IntExpr:
+        """The first step that leaves no rest, if there is one."""
+        r = self.rests
+        apart = r.stride // r.common
+        found: IntExpr = self.moved // r.common * pow(r.dilation // r.common, -1, apart) % apart
         return found
 
     @property
     def tap(self) -> IntExpr:
         """The step; it may lie behind the last one."""
-        first: IntExpr = (self.phase + self.shift) % self.stride
-        return self.turn * self.stride + first
+        r = self.rests
+        found: IntExpr = self.turn * (r.stride // r.common) + self.first + self.moved % r.common * r.step.extent
+        return found
 
     @property
     def at(self) -> IntExpr:
-        """The quotient; it lies before the tensor where there is no such step."""
-        beyond = self.tap // self.step.extent * (self.among.extent + self.shift + 1)
-        place: IntExpr = self.among - self.turn + (self.phase + self.shift) // self.stride - beyond
+        """The place; it lies before the tensor where there is no such step."""
+        r = self.rests
+        beyond = self.tap // r.step.extent * (self.among.extent + r.shift + 1)
+        found = self.moved // r.stride if r.dilation == 1 else (self.moved - self.first * r.dilation) // r.stride
+        place: IntExpr = self.among - self.turn * (r.dilation // r.common) + found - beyond
         return place
 
 
@@ -118,27 +126,27 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
     loads: list[Any] = [substitute(x, dict(zip(reduce.axes, steps, strict=True))) for x in p.operands]
     image, filters = sorted(loads, key=lambda x: not quotients(x))
     phases = [_phase(e, kernel.axes, steps) for e in quotients(image)]
-    found = [y for y in phases if y is not None and y.point not in filters.free]
+    found = [y for y in phases if y is not None and y.rests.point not in filters.free]
     if not found or len(found) < len(phases):
         return None
-    at: dict[Any, Any] = {y.quotient: y.at for y in found}
-    index = tuple(substitute(e, at) for e in image.index)
-    gone = {x for y in found for x in (y.point, y.step)}
+    at: dict[Any, Any] = {y.place: y.at for y in found}
+    index = tuple(at.get(e, e) for e in image.index)
+    gone = {x for y in found for x in (y.rests.point, y.rests.step)}
     if any(isinstance(e, Expr) and e.free & gone for e in index):
         return None
     sizes = dict(zip(image.index, image.buffer.type.static_shape, strict=True))
     inside = [e for e in image.inside if not e.free & gone]
-    inside += [e for y in found for e in (y.at, sizes[y.quotient] - 1 - y.at)]
-    turns = {y.step: y.turn for y in found}
+    inside += [e for y in found for e in (y.at, sizes[y.place] - 1 - y.at)]
+    turns = {y.rests.step: y.turn for y in found}
     walked: list[Any] = [t for r in steps if not isinstance(t := turns.get(r, r), int)]
     inner = sorted(walked, key=lambda r: (r not in turns.values(), r.extent))
-    two = {y.point: (y.among, y.phase) for y in found}
+    two = {y.rests.point: (y.among, y.phase) for y in found}
     axes = tuple(b for a in kernel.axes for b in two.get(a, (a,)))
     place, stored = _by_phases(kernel, filters, found, [*axes, *inner], names)
     taken = {image: l.Load.make(image.buffer, index, tuple(inside)), filters: place}
     term = l.Reduce.make(reduce.monoid, tuple(walked), tuple(substitute(x, taken) for x in args))
-    points: dict[Any, Any] = {y.point: y.among * y.stride + y.phase for y in found}
-    sizes = {y.point: y.among.extent * y.stride for y in found if y.point.extent % y.stride}
+    points: dict[Any, Any] = {y.rests.point: y.among * y.rests.stride + y.phase for y in found}
+    sizes = {p: y.among.extent * y.rests.stride for y in found if (p := y.rests.point).extent % y.rests.stride}
     if sizes:
         whole = _all_points(kernel, {reduce: term}, points, sizes, axes, names)
         return (stored, *whole) if whole is not None else None
@@ -188,8 +196,8 @@ def _by_phases(
     """Filters where they are stored for each phase, along those of `every` axis that they know, in this order, and the
     kernel that stores them: 0 where a phase has no such step.
     """
-    taps: dict[Any, Any] = {y.step: y.tap for y in found}
-    ends = tuple(y.step.extent - 1 - y.tap for y in found)
+    taps: dict[Any, Any] = {y.rests.step: y.tap for y in found}
+    ends = tuple(y.rests.step.extent - 1 - y.tap for y in found)
     value = l.Load.make(filters.buffer, *(tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x)
                                           for x in (filters.index, (*filters.inside, *ends))))  # fmt: skip
     turns: dict[Any, Any] = {y.phase: y.turn for y in found}
@@ -214,13 +222,10 @@ def _kernel(name: str, axes: Sequence[Any], stores: Sequence[l.Store], source: l
     return l.Kernel(name, tuple(plain.values()), tuple(substitute(s, plain) for s in stores), source.source)
 
 
-def _phase(e: FloorDiv, points: Sequence[Any], steps: Sequence[Any]) -> Phase | None:
-    """What takes the place of a point and a step, of which e is (point - step + shift) // stride; None where it is
-    not.
-    """
-    if (moved := at_rests(e, points, steps)) is None:
+def _phase(place: IntExpr, points: Sequence[Any], steps: Sequence[Any]) -> Phase | None:
+    """What takes the place of a point and a step that a place is of; None where it is none of theirs."""
+    if (r := at_rests(place, points, steps)) is None:
         return None
-    point, step, shift = moved
-    among, phase = Var(l.fresh_name(), -(-point.extent // e.b)), Var(l.fresh_name(), e.b)
-    turns = -(-step.extent // e.b)
-    return Phase(e, point, step, shift, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)
+    among, phase = Var(l.fresh_name(), -(-r.point.extent // r.stride)), Var(l.fresh_name(), r.stride)
+    turns = -(-r.step.extent * r.common // r.stride)
+    return Phase(place, r, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)

@@ -43,7 +43,8 @@ def columns_merged(kernel: l.Kernel, p: Product) -> l.Kernel:
     that the factor knows that is read nowhere beside its place.
     """
     for f, g in (pair for c in p.sites for pair in (c.factors, c.factors[::-1])):
-        if any(e.free & set(p.axes) and e.free - set(p.axes) for x in loads(f) for e in x.index if isinstance(e, Expr)):
+        own = f.free - g.free
+        if any(e.free & set(p.axes) and e.free & own for x in loads(f) for e in x.index if isinstance(e, Expr)):
             return merge_axes(kernel, [a for a in kernel.axes if a in g.free - f.free])
     return kernel
 

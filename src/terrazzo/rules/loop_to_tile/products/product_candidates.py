@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
@@ -12,12 +13,13 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Rewrite, joined
 from terrazzo.rules.loop_to_tile.pinned import as_pinned
-from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
-from terrazzo.rules.loop_to_tile.products.forms import Form, apart, merged, on_warpgroups
-from terrazzo.rules.loop_to_tile.products.image_forms import image_form
+from terrazzo.rules.loop_to_tile.products import boxes, image_forms, taps, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.forms import Form, apart, for_warpgroups, merged, on_warpgroups
 from terrazzo.rules.loop_to_tile.products.stored import stored
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
 from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
 from terrazzo.rules.loop_to_tile.walked.crossed import copying, points
+from terrazzo.rules.loop_to_tile.walked.threads import ceil, size_of
 from terrazzo.rules.tile.complete import Refused, complete
 
 
@@ -25,16 +27,17 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     """A product of what is read at moved places, in boxes, where the model says that it is faster than other tiles,
     those after stored operands among them. Operands are copied first, where memory runs otherwise than boxes do.
     """
-    form = image_form(kernel, p, gpu)
-    if form is None or not (plans := boxes.plans(form.moved, gpu)):
+    ways = image_forms.boxed(kernel, p, gpu)
+    if not ways:
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
-    first, before = copied(form.copies, why, gpu, pinned)
+    first, _ = copied(ways[0][1].copies, why, gpu, pinned)
     others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
-    for plan in plans:
-        if plan.time + before < others:
+    for time, form, plan in ways:
+        if time < others:
             chosen = form.moved.kernel, boxes.schedule(form.moved, plan, gpu), "boxes", str(plan)
-            yield joined((first, Candidate((chosen,)))).after(*form.rewrites)
+            rest = (added_up(x, gpu) for x in form.rest)
+            yield joined((first, Candidate((chosen,)), *rest)).after(*form.rewrites)
 
 
 def by_taps(
@@ -60,9 +63,55 @@ def by_taps(
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
     """Nanoseconds of a product in the best of its boxes, with the copies of operands; infinity where it has none."""
-    form = image_form(kernel, p, gpu)
-    plans = boxes.plans(form.moved, gpu) if form is not None else ()
-    return min((x.time for x in plans), default=math.inf) + (form.before(gpu) if form is not None else 0.0)
+    return next((time for time, _, _ in image_forms.boxed(kernel, p, gpu)), math.inf)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A product whose blocks are few, in pieces of an axis of its steps that is not the last: as of images that are
+    summed pixel by pixel. The form it has, its partial sums and what adds them up, a tile of these, and nanoseconds.
+    """
+
+    form: Form
+    kernels: tuple[l.Kernel, l.Kernel]
+    product: Product
+    plan: warpgroups.Plan
+    time: float
+
+    def whole(self, gpu: Gpu) -> tuple[float, l.Kernel, Callable[[], Schedule]]:
+        """What all of it takes, and the kernel that must be derived for that, with its schedule."""
+        return self.time, self.kernels[0], partial(warpgroups.schedule, self.product, self.plan, gpu)
+
+
+@lru_cache(maxsize=1024)
+def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[Shares, ...]:
+    """The ways to run a product so, best first; none where blocks are not few, or steps go along one axis."""
+    found: list[Shares] = []
+    for form in for_warpgroups(kernel, gpu):
+        p = product(form.kernel)
+        if p is None or len(p.sites) != 1 or len(p.axes) < 2:
+            continue
+        number, steps = max(enumerate(map(size_of, p.axes[:-1])), key=lambda x: x[1])
+        rows = ceil(p.m.extent, ROWS) * ceil(p.n.extent, ROWS)
+        blocks = rows * math.prod(size_of(a) for a in form.kernel.axes if a not in (p.m, p.n))
+        for pieces in taps.shares(steps, blocks, gpu):
+            kernels = taps.cut_along(form.kernel, number, pieces)
+            again = product(kernels[0])
+            if again is not None and not warpgroups.instructions_for(again, gpu)[1]:
+                plans = [x for x in tiles.on_warpgroups(again, gpu) if x.pieces == 1][:1]
+                found += [Shares(form, kernels, again, x, x.time + taps.meeting(again, gpu)) for x in plans]
+    return tuple(sorted(found, key=lambda x: x.time))
+
+
+def in_shares(kernel: l.Kernel, p: Product, gpu: Gpu) -> Iterator[Candidate]:
+    """A product so, where the model says that it is faster than other tiles, those after stored operands among them."""
+    if not (ways := shared(kernel, gpu)):
+        return
+    others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
+    for way in ways:
+        if way.time < others:
+            done = joined((Candidate((tiled(way.product, way.plan, gpu),)), added_up(way.kernels[1], gpu)))
+            yield done.after(*way.form.rewrites, ("split", way.form.kernel, way.kernels))
 
 
 def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, Schedule]) -> tuple[Candidate, float]:

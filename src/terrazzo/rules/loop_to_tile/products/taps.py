@@ -131,11 +131,16 @@ def taps_apart(kernel: l.Kernel, pieces: int = 1) -> tuple[l.Kernel, ...]:
         return (kernel,)
     if pieces == 1:
         return (_ordered(taps.kernel, taps.axes, taps.steps),)
-    *others, longest, depth = taps.steps
-    whole = _ordered(taps.kernel, taps.axes, (*others, depth, longest))
+    return cut_along(_ordered(taps.kernel, taps.axes, taps.steps), len(taps.steps) - 2, pieces)
+
+
+def cut_along(kernel: l.Kernel, number: int, pieces: int) -> tuple[l.Kernel, l.Kernel]:
+    """A kernel of one sum as two: partial sums over pieces of an axis of its steps, and one that adds them up."""
+    steps = range(len(_sum(kernel).axes))
+    order = [*(k for k in steps if k != number), number]
+    whole = _ordered(kernel, kernel.axes, order)
     part, rest = split(whole, [_sum(whole)], pieces)
-    last = len(taps.steps) - 1
-    return _ordered(part, part.axes, (*range(last - 1), last, last - 1)), rest
+    return _ordered(part, part.axes, [order.index(k) for k in steps]), rest
 
 
 def _sum(kernel: l.Kernel) -> l.Reduce:
@@ -182,13 +187,24 @@ class Way:
 
 
 def _pieces(taps: Taps, gpu: Gpu) -> list[int]:
-    """Into how many equal pieces the longest axis of steps may be cut, so that tiles of 64 x 64 fill a quarter of a
-    machine at least, and those of eight times as much fill it twice at most.
-    """
+    """Into how many equal pieces the longest axis of steps may be cut."""
     *others, m, n = taps.axes
     blocks = math.prod(a.extent for a in others) * ceil(m.extent, ROWS) * ceil(n.extent, ROWS)
+    return [1, *shares(taps.longest, blocks, gpu)]
+
+
+def shares(extent: int, blocks: int, gpu: Gpu) -> list[int]:
+    """Into how many equal pieces so many steps may be cut, so that tiles of 64 x 64, of which there are so many blocks,
+    fill a quarter of a machine at least, and those of eight times as much fill it twice at most.
+    """
     few, many = (x * gpu.processors / blocks for x in (1 / 4, 2 * 8))
-    return [1, *(n for n in range(2, taps.longest + 1) if taps.longest % n == 0 and few <= n <= many)]
+    return [n for n in range(2, extent + 1) if extent % n == 0 and few <= n <= many]
+
+
+def meeting(p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of storing the partial sums of a product and of adding them up."""
+    has = gpu.warpgroups
+    return has.part + has.states * results(p).points * 4 / gpu.cache if has is not None else math.inf
 
 
 @lru_cache(maxsize=1024)
@@ -206,7 +222,7 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
         p = product(kernels[0])
         if p is None or warpgroups.instructions_for(p, gpu)[1]:
             continue
-        meeting = has.part + has.states * results(p).points * 4 / gpu.cache if pieces > 1 else 0.0
+        together = meeting(p, gpu) if pieces > 1 else 0.0
         plans = [x for x in tiles.on_warpgroups(p, gpu) if x.pieces == 1][:MOST]
-        every += [Way(turned, kernels, p, x, pieces, before + x.time + meeting) for x in plans]
+        every += [Way(turned, kernels, p, x, pieces, before + x.time + together) for x in plans]
     return tuple(sorted(every, key=lambda way: way.time))
