@@ -82,6 +82,7 @@ from terrazzo.rules.loop_to_tile.estimate import expected
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience
 from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
 from terrazzo.rules.loop_to_tile.reductions import reduced
+from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
@@ -98,9 +99,7 @@ from terrazzo.targets.cuda.check import check
 T = TypeVar("T")
 Run = Callable[[Any, Log, Options, Experience], Any]
 PARTS = {"auto": 3, "split": 3, "tf32": 2, "bf16": 1}
-"""As how many parts in bfloat16 numbers in float32 are multiplied, by the option `fp32`. Where nobody looks at the
-switch of PyTorch, "auto" is its "highest".
-"""
+"""As how many parts in bfloat16 numbers in float32 are multiplied, by `fp32`, which is "auto" where nobody said it."""
 
 
 def _texts(options: Options) -> Callable[[Any], str] | None:
@@ -184,7 +183,8 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    placed = turned_after(images_in_place(phases_apart(p, log, price), log, price), log, price)
+    placed = images_in_place(phases_apart(p, log, price), log, price)
+    placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731

@@ -178,7 +178,7 @@ CATALOG: dict[str, Rewrite] = {
         in_place.images_in_place, lambda p: in_place.images_in_place(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "online:turned_after": of(
-        across.turned_after, lambda p: across.turned_after(p, Log(), lambda steps: float(1 - len(steps)), 0)
+        across.turned_after, lambda p: across.turned_after(p, Log(), lambda steps: 1.0, lambda copy: -1.0, 0)
     ),
     "online:read_across": of(across.read_across, lambda p: across.read_across(p, Log())),
     "online:store_turned": of(

@@ -243,6 +243,35 @@ def test_a_convolution_in_float32_is_called_where_tf32_is_faster() -> None:
         assert any(s.name == "aten.convolution.default" for s in done.loop.steps) == tf32
 
 
+IN_SPACE = {  # of the image, of the weights, the stride, and microseconds with images turned
+    "forward": ((32, 64, 32, 32, 32), (32, 64, 5, 5, 5), 2, 479),
+    "few channels": ((8, 128, 26, 26, 26), (3, 128, 5, 5, 5), 1, 519),
+}
+
+
+@pytest.mark.parametrize("name", IN_SPACE)
+def test_a_convolution_in_three_dimensions_is_slow(name: str) -> None:
+    image, weights, stride, took = IN_SPACE[name]
+    args = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in (image, weights)]
+    (op,) = capture(lambda x, w: F.conv3d(x, w, stride=stride, padding=1), tuple(args)).program.results
+    assert price(op, GPUS["sm_90a"]) / 1e3 == pytest.approx(took, rel=0.3)
+
+
+def test_a_gradient_in_16_bits_is_called_whatever_it_is_made_of() -> None:
+    """That of a loss in float32 was ours, unasked: weights of 3 to 128 channels under 125 taps."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 3, 24, 24, 24), (3, 128, 5, 5, 5)))
+
+    def gradient(x: Any, w: Any) -> Any:
+        with torch.enable_grad():
+            w = w.detach().requires_grad_()
+            loss = (F.conv_transpose3d(x, w, padding=1).float() ** 2 * 0.5).mean()
+            return torch.autograd.grad(loss, w)
+
+    program = capture(gradient, (x, w)).program
+    done = lowering(program, Options(target="sm_90a"))
+    assert any(s.name == "aten.convolution_backward.default" for s in done.loop.steps)
+
+
 def test_every_record_says_where_it_is_from() -> None:
     assert all(r.source and 0 < r.memory <= 1 and 0 < r.arithmetic <= 1 for r in library.REACH.values())
 

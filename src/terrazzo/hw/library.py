@@ -40,6 +40,12 @@ REACH: dict[tuple[str, str], Reach] = {
         "cuDNN, channels last: 27.1 us at 32 x 64 x 56 x 56, 3x3; 22.8 us at 1x1, 256 to 64 channels; 20.1 us at "
         "512 x 7 x 7; 225 us at 3 x 224 x 224, 7x7, whose 3 channels cost what 32 do",
     ),
+    ("convolution in 3d", "16"): Reach(
+        "16", 0.22, 0.60, 5000, 32,
+        "cuDNN (28 November 2026): 353 us at 32 x 64 x 32 x 32 x 32, 5x5x5 with a stride of 2, to 32 channels, 226 for "
+        "its image's gradient, 460 for its weights'; transposed, 636 at 8 x 3 x 24 x 24 x 24, 5x5x5, to 128, 473, 930; "
+        "0.16, 0.25, 0.12, 0.18, 0.24 and 0.12 of the rate",
+    ),
     ("convolution", "f32"): Reach(
         "f32", 0.47, 0.60, 5000, 32,
         "cuDNN without TF32, on an H100 (27 November 2026): 253 us at 32 x 256 x 14 x 14, 3x3, 256 at 64 x 56 x 56, "

@@ -61,7 +61,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not is_priced(node) or any(map(_widened, node.children)):
+        if not is_priced(node) or (not _in_16_bits(node) and any(map(_widened, node.children))):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -187,6 +187,11 @@ KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack
 """Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
 
+def _in_16_bits(op: Aten) -> bool:
+    """Whether an op is a convolution in 16 bits, or a gradient of one, whatever its images were made of."""
+    return op.name in (FORWARD, BACKWARD) and _result(op).dtype.size == 2
+
+
 def _widened(node: Node) -> bool:
     """Whether a value is a converted one of 16 bits, scaled or moved perhaps: a product of such runs on tensor cores,
     or is part of attention, and is ours.
@@ -236,6 +241,8 @@ def price(op: Any, gpu: Gpu, tf32: Collection[str] = ()) -> float:
     """
     family, operations = _family(op)
     found = library.reach(family, _kind(op), family in tf32)
+    if family == "convolution" and convolved(op)[1].type.rank == 5:
+        found = library.reach("convolution in 3d", _kind(op)) or found
     assert found is not None
     made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
     needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does

@@ -25,7 +25,11 @@ LEAST = 1 << 20
 
 
 def turned_after(
-    program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]], float], least: int = LEAST
+    program: l.Program,
+    log: Log,
+    price: Callable[[Sequence[l.Kernel]], float],
+    copying: Callable[[l.Kernel], float],
+    least: int = LEAST,
 ) -> l.Program:
     """`program` with products of images whose results, `least` of them or more, lie across their channels, in 16 bits,
     as kernels that store these channels last, each phase by itself, and others that store them where they were, where
@@ -78,7 +82,7 @@ def turned_after(
         return channels_last_first(s, names, least)
 
     def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
-        return price([s]), price(found)
+        return price([s]), price(found[:-1]) + copying(found[-1])
 
     made = stored_first(program, log, (PASS, RULE, "stored across"), find, prices)
     return read_across(made, log, {*program.steps})

@@ -30,15 +30,13 @@ from terrazzo.rules.loop_to_tile.products.packed import even
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
-from terrazzo.rules.loop_to_tile.products.work import STEP, Work, facts_of, lasts
+from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
-LANES = 8
-"""Lanes of a warp that have rows of a tile, one each; four of them have columns of every row."""
 LONGEST = 256
 """Elements along a side of a box, at most."""
 MOST, ALIKE = 8, 2
@@ -46,15 +44,23 @@ MOST, ALIKE = 8, 2
 registers, so where one spills, all of them do. Of eight boxes by 256 columns for a convolution that stored two results
 each spilled 480 bytes or more, and each was compiled, one after the other.
 """
-ALONE = 5.0
-"""Bytes of results in 16 bits that leave a block's registers in a nanosecond, one by one: memory runs along rows of a
-tile, and a thread's two columns lie apart."""
-PARTLY = 3.5
-"""As how many whole sectors one that a warp stores in part counts. Both are fitted to transposed convolutions with a
-stride of 2 in bfloat16, of whose results a warp stores every other one along rows (H200, 28 November 2026, with copies
-of operands): 128 x 64 x 258 x 258 took 10.9 ms in boxes of 128 x 1 x 1 and 4.0 in those of 16 x 1 x 8, 32 x 24 x 66 x
-66 x 66 took 3.5 in boxes of 32 x 1 x 2 x 2 and 2.6 in those of 32 x 1 x 1 x 4. By this 9.3, 3.5, 2.6 and 1.9, where
-memory alone takes 0.27 and 0.11.
+ALONE = 9.0
+"""Bytes of results in 16 bits that leave a block's registers in a nanosecond one by one, where memory runs along rows
+of a tile. Four convolutions of 3 x 3 with 3.2 to 10.5 million such results took 3 to 16 us longer than those that
+stored the same channels last, which are 6 to 13 bytes (H200, 28 November 2026).
+"""
+PARTLY, CACHED = 50.0, 50e6
+"""Sectors that warps of all processors store in part in a nanosecond, where results are more bytes than the cache has:
+who stores the rest of one comes later. Fitted to transposed convolutions with a stride of 2 in bfloat16, of whose
+results a warp stores every other one along rows (H200, 28 November 2026, with copies of operands): 128 x 64 x 258 x 258
+took 10.9 ms in boxes of 128 x 1 x 1 and 4.0 in those of 16 x 1 x 8, 32 x 24 x 66 x 66 x 66 took 3.5 in boxes of 32 x 1
+x 2 x 2 and 2.6 in those of 32 x 1 x 1 x 4; by this 12.1, 3.8, 3.6 and 2.7. In 32 x 32 x 128 x 128, which the cache has,
+it took 9 us longer than channels last.
+"""
+ROW, STRADDLING = 2.15, 1.75
+"""Nanoseconds in which TMA brings a row of an image, whatever it has up to 128 bytes, and how many times as long one
+takes that lies across sectors where it has less. Of 8, 16 and 32 channels a row took 2.3, 2.2 and 2.1 ns, of 24 channels 3.8 (H200, 28
+November 2026).
 """
 
 
@@ -252,10 +258,10 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
     if (has := gpu.warpgroups) is None:
         return math.inf
     p = x.whole
-    least = sum(y.buffer.type.span for y in (*x.images, *x.filters)) + results(p).moved + _scattered(x, tile)
-    promoted = promotes(p)
+    least = sum(y.buffer.type.span for y in (*x.images, *x.filters)) + results(p).moved
+    promoted, tiles = promotes(p), math.prod((*_tile_counts(x, tile), *(a.extent for a in x.batch)))
     work = Work(
-        tile.m, tile.n, facts_of(p).terms, math.prod((*_tile_counts(x, tile), *(a.extent for a in x.batch))), 1,
+        tile.m, tile.n, facts_of(p).terms, tiles, 1,
         steps=math.prod(a.extent for a in x.taps) * ceil(x.depth.extent, x.step),
         fetched=_held(x, tile),
         held=_held(x, tile),
@@ -265,10 +271,18 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         least=least,
         extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
         depth=x.step,
-        after=after(p, tile.m * tile.n, has),
+        after=after(p, tile.m * tile.n, has) + _scattered(x, tile) * min(gpu.processors, tiles) / tiles,
         parts=promoted and x.step == STEP,
+        brought=_brought(x, tile),
     )  # fmt: skip
     return lasts(work, gpu)
+
+
+def _brought(x: Moved, tile: Tile) -> float:
+    """Nanoseconds in which the rows of a step's images come."""
+    pitch = x.depth.extent * x.image.dtype.size
+    across = STRADDLING if SECTOR < pitch < LINE and pitch % SECTOR else 1.0
+    return ROW * across * tile.m * len(x.images)
 
 
 def _direct(x: Moved, has: Warpgroups) -> float:
@@ -279,22 +293,22 @@ def _direct(x: Moved, has: Warpgroups) -> float:
     return has.direct * size / 4 if x.gathers else ALONE
 
 
-def _scattered(x: Moved, tile: Tile) -> int:
-    """Bytes that memory moves in the time that sectors take which a warp stores in part, where results leave from
-    registers: eight lanes have successive rows of a box. Those of rows that begin anywhere may reach one sector more.
+def _scattered(x: Moved, tile: Tile) -> float:
+    """Nanoseconds in which all sectors are stored that a warp fills in part, where results leave from registers: its
+    lanes and their two rows go along the rows of a box. Those of rows that begin anywhere may reach one sector more.
     """
-    if x.gathers:
-        return 0
-    places = list(itertools.islice(itertools.product(*map(range, tile.box)), LANES))
+    if x.gathers or sum(size * points for size, points, _ in _stored(x)) < CACHED:
+        return 0.0
+    places = list(itertools.islice(itertools.product(*map(range, tile.box)), ROWS // 4))
     found = 0.0
     for size, points, steps in _stored(x):
         at = [sum(c * i for c, i in zip(steps, place, strict=True)) * size for place in places]
         aligned = all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
         begins = [0] if aligned else range(0, SECTOR, size)
-        touched = sum(len({(y + first) // SECTOR for y in at}) for first in begins) / len(begins)
-        if touched * SECTOR > LANES * size:
-            found += (PARTLY * touched * SECTOR / LANES - size) * points
-    return int(found)
+        touched = [len({(y + first) // SECTOR for y in at}) for first in begins]
+        if touched[0] * SECTOR > len(places) * size:
+            found += sum(touched) / len(touched) / len(places) * points / PARTLY
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -39,7 +39,8 @@ class Work(NamedTuple):
     makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
     for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
     tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs. Of
-    what boxes bring in all, so many bytes lie `beyond` the ends of operands.
+    what boxes bring in all, so many bytes lie `beyond` the ends of operands. What a step needs is `brought` in so many
+    nanoseconds, ahead of it and beside results.
     """
 
     m: int
@@ -67,6 +68,7 @@ class Work(NamedTuple):
     hidden: float = HIDDEN
     read: float = 0.0
     beyond: float = 0.0
+    brought: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
@@ -108,7 +110,8 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
             if wave and count:
                 flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
-                found += count * max(products + results - beside, least / tiles * wave / (memory * flying))
+                coming = max(steps * work.brought, least / tiles * wave / (memory * flying))
+                found += count * max(products + results - beside, coming)
         return found
 
     return time
