@@ -92,6 +92,20 @@ def test_memory_is_used_again() -> None:
     assert arena == 2 * 4096  # one is read while the next is written
 
 
+def test_what_is_in_use_when_most_is_lies_together() -> None:
+    """The large first, or as they come, or by how long they live, this takes 12 blocks: 10 are in use at a time."""
+    lives = {"a": (1, 3, 5), "b": (3, 4, 4), "c": (4, 4, 3), "d": (4, 4, 3)}  # first and last step, and blocks
+    buffers = {name: l.Buffer(name, Type(f32, (64 * size,))) for name, (*_, size) in lives.items()}
+    x = l.Buffer("x", Type(f32, (64,)))
+    steps = []
+    for k in range(5):
+        read = tuple(buffers[name] for name, (first, last, _) in lives.items() if first < k <= last)
+        made = tuple(buffers[name] for name, (first, *_) in lives.items() if first == k)
+        steps.append(l.Call("aten.f.default", (x, *read), (), made))
+    _, arena = allocate(l.Program("f", (x,), tuple(steps), ()), [*buffers.values()])
+    assert arena == 10 * 256
+
+
 @often
 @given(programs())
 def test_a_plan_reads_back(program: l.Program) -> None:

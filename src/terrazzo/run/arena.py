@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -95,18 +96,30 @@ def allocate(
     pieces: Pieces = WHOLE,
 ) -> tuple[dict[l.Buffer, int], int]:
     """Offsets for temporaries such that what is in use at the same time does not overlap; and the total. They are
-    placed one after the other where there is room first: as they come, the large ones first, those that live long, or
-    those that are in use in pieces; whichever takes least.
+    placed one after the other where there is room first: as they come, the large ones first, those that live long,
+    those that are in use when most is, or in pieces; whichever takes least.
     """
     lives = Lives(program, places, root, pieces)
     wanted = set(buffers)
     given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     large = sorted(given, key=lambda b: -b.type.span)
-    orders = [given, large, longest, *([sorted(large, key=lambda b: b not in pieces)] if pieces else [])]
+    orders = [given, large, longest, _highest_first(large, lives), *([sorted(large, key=lambda b: b not in pieces)] if pieces else [])]
     many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
     tried = (placed(order, lives.pieces, lives.meeting(order)) for order in orders[: 1 if many else None])
     return min(tried, key=lambda x: x[1])
+
+
+def _highest_first(items: Sequence[l.Buffer], lives: Lives) -> list[l.Buffer]:
+    """Items in this order, but those first that are in use in the step where most is."""
+    change: dict[int, int] = {}
+    for p in (p for b in items for p in lives.pieces(b)):
+        change[p.first] = change.get(p.first, 0) + p.end - p.start
+        change[p.last + 1] = change.get(p.last + 1, 0) - (p.end - p.start)
+    steps = sorted(change)
+    used = list(accumulate(change[k] for k in steps))
+    peak = steps[used.index(max(used))] if steps else 0
+    return sorted(items, key=lambda b: not any(p.first <= peak <= p.last for p in lives.pieces(b)))
 
 
 def placed(
