@@ -46,7 +46,7 @@ from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
 from terrazzo.rules.torch_to_tensor import loops, pairs, together
 from terrazzo.rules.torch_to_tensor import lower as lowering
 from terrazzo.targets import target
-from terrazzo.targets.cpu import merged
+from terrazzo.targets.cpu import merged, tables
 
 GPU = gpu("sm_80")
 LAUNCHED = replace(target("sm_80").rates, launch=0.0, byte=0.0)
@@ -203,6 +203,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
     "schedule:merged": of(merged.merged, kernels(lambda k: (merged.merged(k),))),
+    "schedule:tabled": of(tables.tabled, kernels(lambda k: (*tables.tabled(k)[0], tables.tabled(k)[1]))),
     "schedule:even_products": of(patches.even_products, kernels(lambda k: (patches.even_products(k),))),
     "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),
     "schedule:packed": of(packed.packed, kernels(packed.packed)),

@@ -164,10 +164,10 @@ def test_calls_stay_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 def test_what_an_op_gives_back_as_it_was_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some return their input, and do not tell: a kernel that stores in its place would change what the user has."""
-    from terrazzo.run import compiled
+    from terrazzo.run import called
 
     monkeypatch.setattr(Cpu, "in_place", True)
-    monkeypatch.setattr(compiled, "operator", lambda name: lambda x, *args, **kwargs: (x, x.long()))
+    monkeypatch.setattr(called, "operator", lambda name: lambda x, *args, **kwargs: (x, x.long()))
     x = torch.randn(512, 600)
     before = x.clone()
     ours = terrazzo.compile(

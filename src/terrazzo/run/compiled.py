@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.collector import paused
-from terrazzo.errors import CompilerBug, UserError, about
+from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
-from terrazzo.ir.in_place import in_place_variant, pairs, updates
-from terrazzo.ir.operators import draws
+from terrazzo.ir.in_place import pairs, updates
 from terrazzo.ir.program import Program
 from terrazzo.ir.text import show
-from terrazzo.ir.torch_types import operator, to_torch
 from terrazzo.options import Options
 from terrazzo.progress import working
 from terrazzo.reproduce import failing, reproducible
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.memory.frozen import split
 from terrazzo.rules.loop_to_tile.experience import Experience
-from terrazzo.rules.torch_to_tensor.library import chosen, takes_any_strides
+from terrazzo.rules.torch_to_tensor.library import chosen
 from terrazzo.run.cache import Cache, digest
 from terrazzo.run.compiler import find_compiler
 from terrazzo.run.cpu import Cpu
@@ -36,9 +34,8 @@ from terrazzo.run.interpreted import interpreted
 from terrazzo.run.misfit import misfit
 from terrazzo.run.nvrtc import abandoned_on_error
 from terrazzo.run.once import Once
-from terrazzo.run.plan import Fallback, Plan, Slot, Step, decode, make, slots_in
+from terrazzo.run.plan import Fallback, Plan, Step, make, slots_in
 from terrazzo.run.switched import Switched, convolutions_in_tf32
-from terrazzo.run.taken import works_on
 from terrazzo.run.tensors import Expected
 from terrazzo.run.updated import Updated
 from terrazzo.targets import target
@@ -168,7 +165,7 @@ class Compiled:
             if work.launch is not None:
                 work.launch(queue)
             else:
-                self._operate(self.plan.steps[work.number], frame, tensors)
+                frame.calls[work.number](tensors)
             for k in work.ends:
                 del tensors[k]
 
@@ -185,63 +182,11 @@ class Compiled:
             if work.launch is not None:
                 work.launch(queue, frame.streams.alone(work.number))
             else:
-                self._operate(self.plan.steps[work.number], frame, tensors)
+                frame.calls[work.number](tensors)
             frame.streams.after(work.number)
         frame.streams.end()
         for k in {k for work in frame.single for k in work.ends}:
             del tensors[k]
-
-    def _operate(self, step: Step, frame: Frame, tensors: dict[int, Any]) -> None:
-        """Call an op of PyTorch. Its result stays where it is, if it lies as the program has it."""
-        import torch
-
-        given = {k: frame.view(k, tensors) for k in slots_in([step.args, *step.kwargs.values()])}
-        exactly = not (takes_any_strides(step.name) or draws(step.name))
-
-        here = works_on(step)
-        there = here is not None and step.results[0] is not None and self.plan.slots[step.results[0]].onto == here
-
-        def whole(k: int, t: Any) -> Any:  # of an input, it may be a copy that eager gives the op: it gets the plainest
-            copied = exactly and self.plan.slots[k].kind == "input" and not (there and k == here)
-            return t.contiguous() if copied else t
-
-        args = to_torch(decode(step.args, given, whole))
-        if step.name.startswith("aten.as_strided"):  # it counts from where memory begins: in an arena, there lie others
-            args = (args[0].clone() if args[0].storage_offset() else args[0], *args[1:])
-        kwargs = {name: to_torch(decode(v, given, whole)) for name, v in step.kwargs.items()}
-        with torch.no_grad(), about(*(self.plan.slots[k].name for k in step.results if k is not None)):
-            out = operator(in_place_variant(step.name) if there else step.name)(*args, **kwargs)
-        if there:
-            return
-        slots, places = self.plan.slots, {k: t.untyped_storage().data_ptr() for k, t in given.items()}
-        made: dict[int, Any] = {}
-        for k, value in zip(step.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-            if k is None:
-                continue
-            expected = Expected(slots[k], self.machine.device)
-            mine = {n for n in places if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
-            lost = places.keys() if k in frame.overwritten else frame.overwritten
-            apart = (n for n in places if n in lost or (n not in mine and not _may_share(slots[n], slots[k])))
-            theirs = {places[n] for n in apart}
-            theirs.update(t.untyped_storage().data_ptr() for t in made.values())
-            keep = expected.may_keep(value, theirs)
-            if keep and slots[k].kind == "result" and value.untyped_storage().data_ptr() in places.values():
-                others = {tensors[r].untyped_storage().data_ptr() for r in self.plan.results if r in tensors}
-                keep = expected.may_keep(value, others)  # no two results are one
-            if slots[k].bytes and not keep:
-                value = expected.empty().copy_(value)
-            elif not slots[k].bytes:  # a result declared empty may be anything
-                value = expected.empty()
-            made[k] = value
-        tensors.update(made)
-        frame.point(made)
-
-
-def _may_share(given: Slot, result: Slot) -> bool:
-    """Whether what an op gives may lie in the memory of what it was given: PyTorch keeps what is its own as long as
-    somebody needs it, and inputs, which nobody writes while a plan runs, are not given back as results.
-    """
-    return given.kind == "call" or (given.kind == "input" and result.kind == "call")
 
 
 def _chosen(step: Step, plan: Plan) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from terrazzo.ir.torch_types import to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.run.arena import ALIGN
+from terrazzo.run.called import Called
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import Layout, layout
@@ -65,6 +66,7 @@ class Frame:
                     where, offset = (k, 0) if alone else (slot.within, slot.offset)
                     self.pointers.setdefault(where, []).append((array, position, offset + start))
             launches.append(machine.prepare(step, function, array, number, plan.slots))
+        self.calls = {n: Called(plan.steps[n], self) for n, launch in enumerate(launches) if launch is None}
         singly = [[n] for n in range(len(launches))]
         self.single = _work(plan, launches, singly, machine.device, bound, self.layout)
         self.work = self.single

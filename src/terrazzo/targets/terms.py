@@ -22,6 +22,11 @@ def c_type(dtype: DType) -> str:
     return dtype.name
 
 
+def in_memory(dtype: DType) -> str:
+    """The C++ name of what a processor's buffers hold: GCC has no vectors of bools that lie in memory."""
+    return "u8" if dtype.kind == "bool" else c_type(dtype)
+
+
 @dataclass
 class Scope:
     """What terms and variables are called where code is being written. Inner scopes see outer names.
@@ -133,6 +138,8 @@ def component(name: str, k: int) -> str:
 def load(x: l.Load, scope: Scope) -> str:
     """An element of a buffer; 0 where a guard does not hold, and then nothing is read."""
     found = element(x.buffer, x.index, scope)
+    if scope.notes_zero and x.dtype.kind == "bool":  # of a processor's memory
+        found = f"({found} != 0)"
     if 0 in x.buffer.type.shape:  # nothing is there; an index from data is looked at all the same
         found = f"((void)({offset(x.buffer, x.index, scope)}), {c_type(x.dtype)}{{}})"
     return f"({guard(x.inside, scope)} ? {found} : {c_type(x.dtype)}{{}})" if x.inside else found

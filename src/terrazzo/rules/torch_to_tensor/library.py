@@ -227,7 +227,7 @@ def chosen(name: str, dtype: str) -> bool:
     if name not in FAMILIES:
         return False
     family, _ = FAMILIES[name]
-    return library.reach(family, dtype) is not None or (family == "product" and dtype == "bf16")
+    return library.reach(family, dtype) is not None or (family, dtype) in ON_A_PROCESSOR
 
 
 def is_priced(op: Any) -> bool:
@@ -408,17 +408,24 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 def _on_a_processor(op: Aten) -> bool:
     """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
     enough and are transposed, or have filters of several taps and many channels, and strides or few places. And all
-    products and convolutions in bfloat16 that are work enough, where the processor multiplies such numbers.
+    products and convolutions in bfloat16 that are work enough, where the processor multiplies such numbers; images read
+    at places of their own, linearly or the nearest, of which all channels are read at once there; and gradients of
+    largest elements, which are added where these were.
 
     oneDNN takes 0.3 to 0.93 of our time for the gradient of an image, 0.13 to 0.97 for that of weights (two threads;
     3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0
     for transposed convolutions (one thread with AVX-512, eleven of one to three dimensions, 64 channels one by one to
     512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512). In bfloat16, which our kernels multiply in
-    float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX).
+    float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX). For
+    places of their own 0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to 0.9.
     """
     if op.name == BACKWARD:
         return True
     family, operations = FAMILIES[op.name]
+    if family == "pooling":
+        return operations(op.args, _result(op), 1) >= POINTS
+    if family == "sampling":
+        return op.args[2] != CUBIC and operations(op.args, _result(op), 1) >= POINTS
     if family not in ("product", "convolution"):
         return False
     kind, work = _result(op).dtype, operations(op.args, _result(op), 1)
@@ -435,7 +442,12 @@ def _on_a_processor(op: Aten) -> bool:
 WORK = 2e6
 """Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
 WORK_IN_BFLOAT16 = 1e7
-"""The same of bfloat16: what is gained is half of the time, and a call takes 60 us besides."""
+"""The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
+ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
+"""Families that are called on processors only, with their types."""
+POINTS, CUBIC = 20_000, 2
+"""Points from which on an image is sampled by a call, or gets its gradient from one; and a way that is ours.
+"""
 PLACES, CHANNELS = 256, 64
 """Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
@@ -455,6 +467,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.index_add.default": ("index add", _added),
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
+    "aten.grid_sampler_2d.default": ("sampling", _passes),
     "aten.masked_scatter.default": ("masked scatter", _passes),
     **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
     "aten.max_pool2d_with_indices_backward.default": ("pooling", _passes),

@@ -21,11 +21,14 @@ from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.ranges import range_of
 from terrazzo.targets.cpu import blocked, chained
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
-from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, takes_several
+from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, squares, takes_several
 from terrazzo.targets.cpu.merged import as_stored, merged
+from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
+    computed_for,
     crossing,
     groups,
     in_columns,
@@ -33,6 +36,7 @@ from terrazzo.targets.cpu.rows import (
     needed,
     only_loop,
     points,
+    reads_bytes,
     repeated,
     stays_a_loop,
     transposes,
@@ -40,8 +44,9 @@ from terrazzo.targets.cpu.rows import (
     vectorises,
 )
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
+from terrazzo.targets.cpu.tables import tabled
 from terrazzo.targets.names import Names, comment, identifier
-from terrazzo.targets.terms import Scope, c_type, component, expression, index, term
+from terrazzo.targets.terms import Scope, c_type, component, expression, in_memory, index, term
 
 PARALLEL = 20_000
 """Points of a loop nest from which on a second thread pays."""
@@ -50,9 +55,6 @@ CHUNKS = 64
 threads."""
 SHORT = 32
 """Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
-
-TILE = 32
-"""Side of the squares in which two loops are walked when memory is read across the inner one."""
 
 
 @lru_cache(maxsize=1)
@@ -78,18 +80,29 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     reads = [b for b in kernel.reads if b not in kernel.writes]
     for k, b in enumerate([*reads, *kernel.writes]):
         scope.buffers[b] = formal = names.formal(b.name)
-        const = "const " if b in reads else ""
-        lines.append(
-            f"  {const}{c_type(b.type.dtype)}* __restrict {formal} = ({const}{c_type(b.type.dtype)}*)buffers[{k}];"
-        )
-    body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
-    body = body or _Writer(merged(as_stored(kernel)), scope).lines()
+        kind = ("const " if b in reads else "") + in_memory(b.type.dtype)
+        lines.append(f"  {kind}* __restrict {formal} = ({kind}*)buffers[{k}];")
+    body = _body(kernel, scope)
     noting = any("tz_among(" in line for line in body)
     lines += ["  " + (_noting(line) if noting else line) for line in body]
     lines += ["  return bad;", "}"]
     lines.append(f'extern "C" int64_t {name}_spans[];')
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     return name, prelude() + "\n".join(lines) + "\n"
+
+
+def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
+    """The statements of a kernel whose buffers have names."""
+    tables, kernel, terms = tabled(kernel)
+    lines = []
+    for table in tables:
+        for b in table.writes:
+            scope.buffers[b] = scope.fresh("table")
+            lines.append(f"alignas(64) {in_memory(b.type.dtype)} {scope.buffers[b]}[{math.prod(b.type.static_shape)}];")
+        lines += _Writer(merged(as_stored(table)), scope).lines()
+    scope.spans |= {load: found for load, x in terms.items() if (found := range_of(x)) is not None}
+    body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
+    return [*lines, *(body or [x for k in apart(kernel) for x in _Writer(merged(as_stored(k)), scope).lines()])]
 
 
 def _span(b: l.Buffer) -> int:
@@ -185,6 +198,8 @@ class _Writer:
         """A free loop or a scan; the outermost ones share the work among threads."""
         if in_columns(s):
             return self.columns(s, scope)
+        if is_leaf(s) and s.kind == "free" and (found := self.pieces(s, scope)):
+            return [x for piece in found for x in self.loop(piece, scope.inner())]
         nested, parallel = [s], False
         if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
             while (
@@ -219,19 +234,18 @@ class _Writer:
         self.parallel = outer
         return lines
 
+    def pieces(self, s: n.Loop, scope: Scope) -> list[n.Loop]:
+        """A free loop without loops inside as several, on each of which more is known; nothing where it is one."""
+        if id(s) in self.found or id(s) in self.keep:
+            return []
+        found = in_pieces([x for x in s.body if isinstance(x, l.Store)], s.axes[0], scope.names, changes)
+        return [
+            n.Loop(s.kind, (axis,), (*map(n.Let, computed_for(stores, scope.names)), *stores)) for axis, stores in found
+        ]
+
     def tile(self, outer: n.Loop, leaf: n.Loop, scope: Scope) -> list[str]:
-        """Two free loops in squares, so that what is read across stays in the first-level cache until all of it is
-        used.
-        """
-        lines, heads = [], []
-        for s in (outer, leaf):
-            block = scope.fresh("b")
-            scope.names[s.axes[0]] = name = scope.fresh("i")
-            extent = s.axes[0].extent
-            lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-            end = f"std::min<int64_t>({block} + {TILE}, {extent})"
-            heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
-        lines[-1] += " {"
+        """Two free loops in squares: what is read across stays in the first-level cache until all of it is used."""
+        lines, heads = squares(outer.axes[0], leaf.axes[0], scope)
         lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
         return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
 
@@ -292,9 +306,11 @@ class _Writer:
         inner = scope.inner()
         bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
         heads = [header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
-        body = [heads.pop(), *("  " + x for x in self.lanes(s, inner, head)), "}"]
+        last = heads.pop()
         if takes_several(s):
             body = self.several(s, inner, head, *bounds[-1], AT_A_TIME * (2 if lanes in WIDE else 1))
+        else:
+            body = [last, *("  " + x for x in self.lanes(s, inner, head)), "}"]
         lines += ["  " * k + x for k, x in enumerate(heads)]
         lines += ["  " * len(heads) + x for x in body]
         return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
@@ -307,11 +323,14 @@ class _Writer:
         step = scope.names[axis]
         lines = [f"int64_t {step} = {start};"]
         lines.append(f"for (; {step} + {many} <= {end}; {step} += {many}) {{  // {s.kind}")
-        lines += ["  " + x for x in head.loop()]
+        body = []
         for k in range(many):
             inner = scope.inner()
             inner.names[axis] = name = scope.fresh("i")
-            lines += [f"    const int64_t {name} = {step} + {k};", *("    " + x for x in self.body(s, inner))]
+            same, rest = self.same(s, inner, head)
+            lines += ["  " + x for x in (f"const int64_t {name} = {step} + {k};", *same)]
+            body += ["    " + x for x in self.body(rest, inner)]
+        lines += [*("  " + x for x in head.loop()), *body]
         lines += ["  }", "}", f"for (; {step} < {end}; {step}++) {{"]
         return [*lines, *("  " + x for x in self.lanes(s, scope, head)), "}"]
 
@@ -321,13 +340,25 @@ class _Writer:
         """
         asked = None if id(s) in self.found or id(s) in self.keep else guards(loads_of(s.body), head.axis)
         if asked is None:
-            return [*head.loop(), *("  " + x for x in self.body(s, scope)), "}"]
+            same, s = self.same(s, scope, head)
+            return [*same, *head.loop(), *("  " + x for x in self.body(s, scope)), "}"]
         lines, low, high = between(asked, head.axis, scope, head.start, f"{head.start} + lanes")
         ends = ["0", f"{low} - {head.start}", f"{high} - {head.start}", "lanes"]
         for begin, end, inside in zip(ends, ends[1:], (False, True, False), strict=False):
             body = self.statements(where_asked(s.body, inside, scope.names), scope.inner())
             lines += [*head.loop(begin, end), *("  " + x for x in body), "}"]
         return lines
+
+    def same(self, s: n.Loop, scope: Scope, head: Lanes) -> tuple[list[str], n.Loop]:
+        """What is the same for all lanes, before them, where data says which row they read: it is checked once. And the
+        loop without it.
+        """
+        fixed = [x for x in s.body if isinstance(x, n.Let) and head.axis not in x.term.free]
+        values = {x.term for x in fixed}
+        if id(s) in self.found or id(s) in self.keep or not any(e.value in values for e in self.gathered):
+            return [], s
+        lines = [*self.statements(fixed, scope), *self.checked(scope)]
+        return lines, n.Loop(s.kind, s.axes, tuple(x for x in s.body if x not in fixed), s.carried)
 
     def short_columns(
         self, s: n.Loop, scope: Scope, head: Lanes, lanes: int, start: str, end: str, steps: int
@@ -364,7 +395,7 @@ class _Writer:
         """The accumulators and the loops of a reduction whose first axis runs from `start` to `end`."""
         last = s.axes[-1].extent
         if is_leaf(s) and isinstance(last, int) and last >= 32 and vectorises(s.body):
-            lanes = 64 if last >= 512 else 16
+            lanes = 64 if last >= (64 if reads_bytes(s.body) else 256) else 16
             return [*self.sums(s, scope, start, end, lanes), *meet(s, lanes, scope)]
         lines = self.sums(s, scope, start, end)
         settled(s, scope)

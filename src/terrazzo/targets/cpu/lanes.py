@@ -17,6 +17,9 @@ WIDE = (1024, 512)
 many steps are taken together.
 """
 
+TILE = 32
+"""Side of the squares in which two loops are walked when memory is read across the inner one."""
+
 
 def block(s: n.Loop, parallel: bool) -> int:
     """How many lanes a block of a free loop has whose reductions run side by side."""
@@ -52,3 +55,17 @@ def header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "")
     scope.names[axis] = name = scope.fresh("i")
     extent: IntExpr = axis.extent  # type: ignore[attr-defined]
     return f"for (int64_t {name} = {start}; {name} < {end or index(extent, scope)}; {name}++) {{  // {kind}"
+
+
+def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str]]:
+    """The heads of loops over squares of two axes, the last of which is open, and those of the loops in a square."""
+    lines, heads = [], []
+    for axis in (outer, inner):
+        block = scope.fresh("b")
+        scope.names[axis] = name = scope.fresh("i")
+        extent: IntExpr = axis.extent  # type: ignore[attr-defined]
+        lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
+        end = f"std::min<int64_t>({block} + {TILE}, {extent})"
+        heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
+    lines[-1] += " {"
+    return lines, heads

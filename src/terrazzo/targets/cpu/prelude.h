@@ -105,6 +105,11 @@ TZ int64_t tz_fmod_index(int64_t a, int64_t b) { int64_t r = a % b; return r < 0
 #define TZ_SIMD2(name)                                                                   \
   extern "C" __attribute__((simd("notinbranch"))) float name##f(float, float) noexcept;  \
   extern "C" __attribute__((simd("notinbranch"))) double name(double, double) noexcept;
+#define TZ_SIMD_NAMED(name)                                                                              \
+  extern "C" __attribute__((simd("notinbranch"))) float tz_##name##f(float) noexcept __asm__(#name "f");  \
+  extern "C" __attribute__((simd("notinbranch"))) double tz_##name##d(double) noexcept __asm__(#name);    \
+  TZ float tz_##name(float x) { return tz_##name##f(x); }                                                 \
+  TZ double tz_##name(double x) { return tz_##name##d(x); }
 TZ_SIMD(exp) TZ_SIMD(log) TZ_SIMD(sin) TZ_SIMD(cos) TZ_SIMD(tanh) TZ_SIMD(erf) TZ_SIMD(expm1) TZ_SIMD(log1p) TZ_SIMD(exp2)
 TZ_SIMD(log2) TZ_SIMD(log10) TZ_SIMD(tan) TZ_SIMD(asin) TZ_SIMD(acos) TZ_SIMD(atan) TZ_SIMD(sinh) TZ_SIMD(cosh) TZ_SIMD(asinh)
 TZ_SIMD(acosh) TZ_SIMD(atanh) TZ_SIMD(erfc) TZ_SIMD2(pow) TZ_SIMD2(atan2) TZ_SIMD2(hypot)
@@ -126,9 +131,10 @@ template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }
 template <class T> TZ T tz_approx_sqrt(T x) { return std::sqrt(x); }
 template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
 // Powers of 2 and the hyperbolic tangent, in operations that every compiler has vectors for: clang calls the library's
-// for one number at a time. To a unit in the last place and to two: a fit of (2^f - 1) / f on half a unit around 0, and
-// of (tanh(x) / x - 1) / x^2 up to 0.625.
-TZ float tz_plain_exp2(float x) {
+// for one number at a time, and the library's vector form the scalar one where nothing or little is left, as in the tail
+// of a GELU. To a unit in the last place and to two: a fit of (2^f - 1) / f on half a unit around 0, and of
+// (tanh(x) / x - 1) / x^2 up to 0.625.
+TZ float tz_exp2(float x) {
   float c = x < -150.0f ? -150.0f : x > 128.0f ? 128.0f : x;  // a NaN stays one
   float j = (c + 12582912.0f) - 12582912.0f, f = c - j;
   float p = 1.54614475e-4f;
@@ -140,14 +146,11 @@ TZ float tz_plain_exp2(float x) {
 TZ float tz_plain_tanh(float x) {
   float a = std::fabs(x), z = x * x, p = -6.10494332e-3f;
   p = p * z + 2.10036371e-2f, p = p * z - 5.38524963e-2f, p = p * z + 1.33327823e-1f, p = p * z - 3.33333291e-1f;
-  float far = 1.0f - 2.0f / (tz_plain_exp2(a * 2.88539008f) + 1.0f);
+  float far = 1.0f - 2.0f / (tz_exp2(a * 2.88539008f) + 1.0f);
   return std::copysign(a < 0.625f ? a + a * (z * p) : far, x);
 }
 #if defined(__clang__)
 #define tanhf tz_plain_tanh
-TZ float tz_exp2(float x) { return tz_plain_exp2(x); }
-#else
-TZ float tz_exp2(float x) { return exp2f(x); }
 #endif
 // What is so low that nothing is left goes to the vector form as 0: it calls the scalar form for every such lane, and
 // masks are -inf. By the bits, since GCC puts what is chosen twice by one condition together again.
@@ -156,10 +159,15 @@ TZ float tz_exp(float x) {
   return tz_bits<float>(tz_bits<int32_t>(expf(tz_bits<float>(tz_bits<int32_t>(x) & some))) & some);
 }
 TZ double tz_exp(double x) { return exp(x); }
+#if defined(TZ_VECTOR_MATH)
+// Under other names: where both are wanted of one angle, GCC makes them one call, of which there is no vector form.
+TZ_SIMD_NAMED(sin) TZ_SIMD_NAMED(cos)
+#else
 TZ float tz_sin(float x) { return sinf(x); }
 TZ double tz_sin(double x) { return sin(x); }
 TZ float tz_cos(float x) { return cosf(x); }
 TZ double tz_cos(double x) { return cos(x); }
+#endif
 
 #include "scalars.h"
 

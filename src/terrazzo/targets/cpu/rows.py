@@ -88,6 +88,15 @@ def needed(body: Sequence[n.Statement], names: Mapping[Node, str]) -> list[n.Sta
     return [s for s in body if not isinstance(s, n.Let) or (s.term in used and s.term not in names)]
 
 
+def computed_for(stores: Sequence[l.Store], names: Mapping[Node, str]) -> list[l.Term]:
+    """The terms that stores need and that have no names, what others need first."""
+    return [
+        x
+        for x in topological(stores, stop=names.__contains__)
+        if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in names
+    ]
+
+
 def is_leaf(s: n.Loop) -> bool:
     """True for a loop without loops inside."""
     return not any(isinstance(x, n.Loop) for x in s.body)
@@ -121,6 +130,14 @@ def vectorises(body: Sequence[n.Statement]) -> bool:
         return False
     lets = {s.term for s in body if isinstance(s, n.Let)}
     return not any(isinstance(e, Loaded) and e.value in lets for x in lets for e in _index_nodes(x))
+
+
+def reads_bytes(body: Sequence[n.Statement]) -> bool:
+    """Whether a leaf reads numbers of one byte beside larger ones, such as a mask. As many lanes as a vector of floats
+    has are so few of these that GCC writes the loop out, and takes it apart again, eight bytes at a time.
+    """
+    sizes = {x.dtype.size for x in _loads(body)}
+    return 1 in sizes and len(sizes) > 1
 
 
 def stays_a_loop(s: n.Loop, within: bool) -> list[str]:
@@ -159,7 +176,7 @@ def in_columns(s: n.Loop) -> bool:
             along += by == 1 or (by in NEAR and not far)
             # what knows no lane is one for all of them
             across += far and coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free
-        if not vectorises([y for y in x.body if isinstance(y, n.Let)]):
+        if not vectorises([y for y in x.body if isinstance(y, n.Let) and s.axes[0] in y.term.free]):
             return False
     return along > 0 and across == 0
 

@@ -53,13 +53,14 @@ def between(asked: Sequence[IntExpr], axis: Any, scope: Scope, start: str, end: 
 def where_inside(terms: Sequence[Node], inside: bool) -> dict[Node, Node]:
     """For guarded loads of the terms, what they are where all that they ask holds, or does not."""
     return {
-        x: l.Load(x.buffer, x.index) if inside else l.Literal(_zero(x), x.dtype)
+        x: l.Load(x.buffer, x.index) if inside else l.Literal(zero(x), x.dtype)
         for x in topological(terms)
         if isinstance(x, l.Load) and x.inside
     }
 
 
-def _zero(x: l.Load) -> Any:
+def zero(x: l.Load) -> Any:
+    """What a load gives where its guards do not hold."""
     return 0.0 if x.dtype.is_float else False if x.dtype.kind == "bool" else 0
 
 

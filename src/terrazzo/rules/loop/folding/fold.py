@@ -209,14 +209,15 @@ EASY = (*COMPARED, "eq", "ne", "and_", "or_", "not_", "where", "add", "sub", "mu
 
 def folded(x: Any) -> Any:
     """A term that means the same, with what is known of indices folded."""
+    return transform(x, folding)
 
-    def visit(node: Any) -> Any:
-        found = _folded(node)
-        if isinstance(found, l.Apply):
-            range_of(found)  # is kept: nobody has to go down all of a term for it
-        return found
 
-    return transform(x, visit)
+def folding(node: Any) -> Any:
+    """A node whose children are folded, folded too."""
+    found = _folded(node)
+    if isinstance(found, l.Apply):
+        range_of(found)  # is kept: nobody has to go down all of a term for it
+    return found
 
 
 def _folded(x: Any) -> Any:
@@ -239,6 +240,8 @@ def _folded(x: Any) -> Any:
         return _chosen(x, *args)
     if is_cast(x.fn):
         return _cast(x, args[0])
+    if name == "abs" and (e := place(args[0])) is not None and (at_least(e, 0) or at_least(-e, 0)):
+        return args[0] if at_least(e, 0) else _index(-e)
     both = [place(a) for a in args] if len(args) == 2 else [None]
     if None not in both and (found := _arithmetic(x, name, *both)) is not x:
         return found

@@ -1,0 +1,131 @@
+"""Calls of ops of PyTorch: what is known of one before its tensors are is worked out once for a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.errors import note
+from terrazzo.ir.in_place import in_place_variant
+from terrazzo.ir.operators import draws
+from terrazzo.ir.torch_types import operator, to_torch
+from terrazzo.rules.torch_to_tensor.library import takes_any_strides
+from terrazzo.run.plan import Slot, Step, decode, slots_in
+from terrazzo.run.taken import works_on
+from terrazzo.run.tensors import Expected
+
+if TYPE_CHECKING:
+    from terrazzo.run.frame import Frame
+
+Made = Callable[[Mapping[int, Any]], Any]
+
+
+class Called:
+    """A call of an op of PyTorch in a frame. Its results stay where they are, if they lie as the program has them."""
+
+    def __init__(self, step: Step, frame: Frame) -> None:
+        plan = frame.plan
+        self.frame, self.slots = frame, plan.slots
+        self.mine = self._looked_up(list(dict.fromkeys(slots_in([step.args, *step.kwargs.values()]))))
+        here = works_on(step)
+        result = step.results[0]
+        self.there = here is not None and result is not None and self.slots[result].onto == here
+        exactly = not (takes_any_strides(step.name) or draws(step.name))
+        # Of an input, it may be a copy that eager gives the op: it gets the plainest.
+        inputs = (k for k, s in enumerate(self.slots) if s.kind == "input" and not (self.there and k == here))
+        self.copied = frozenset(inputs if exactly else ())
+        self.args = [self._made(x) for x in step.args]
+        self.kwargs = [(name, self._made(x)) for name, x in step.kwargs.items()]
+        self.operator = operator(in_place_variant(step.name) if self.there else step.name)
+        self.from_begin = step.name.startswith("aten.as_strided")
+        self.results = [None if k is None else self._result(k) for k in step.results]
+
+    def _looked_up(self, given: list[int]) -> list[tuple[int, Any]]:
+        """The tensors it is given; those that lie in the frame's memory are there from the start."""
+        frame = self.frame
+        return [(k, frame.view(k, {}) if frame.root.get(k, k) in frame.layout.offsets else None) for k in given]
+
+    def _made(self, value: Any) -> Made | Any:
+        """What makes an argument of what is given, or the argument where it holds no tensor."""
+        if not slots_in([value]):
+            found = to_torch(decode(value, {}))
+            return lambda _: found
+        if isinstance(value, list):
+            each = [self._made(x) for x in value]
+            return lambda given: [x(given) for x in each]
+        if set(value) == {"view"}:
+            return lambda given: decode(value, given)
+        k = value["slot"]
+        if k in self.copied:
+            return lambda given: given[k].contiguous()
+        return lambda given: given[k]
+
+    def _result(self, k: int) -> _Result:
+        """What is known of a result."""
+        frame, slots, given = self.frame, self.slots, [n for n, _ in self.mine]
+        own = {n for n in given if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
+        lost = given if k in frame.overwritten else frame.overwritten
+        apart = (n for n in given if n in lost or (n not in own and not _may_share(slots[n], slots[k])))
+        return _Result(k, Expected(slots[k], frame.machine.device), tuple(apart), not slots[k].bytes)
+
+    def __call__(self, tensors: dict[int, Any]) -> None:
+        """Call it with the tensors of the plan by their slots, among which its results are then."""
+        import torch
+
+        frame = self.frame
+        given = {k: frame.view(k, tensors) if lying is None else lying for k, lying in self.mine}
+        args = [x(given) for x in self.args]
+        if self.from_begin and args[0].storage_offset():  # it counts from where memory begins: in an arena, there lie
+            args[0] = args[0].clone()  # others
+        try:
+            with torch.no_grad():
+                out = self.operator(*args, **{name: x(given) for name, x in self.kwargs})
+        except Exception as error:
+            note(error, *(self.slots[x.slot].name for x in self.results if x is not None))
+            raise
+        if self.there:
+            return
+        places = {k: _place(t) for k, t in given.items()}
+        made: dict[int, Any] = {}
+        for x, value in zip(self.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
+            if x is not None:
+                made[x.slot] = self._kept(x, value, places, made, tensors)
+        tensors.update(made)
+        frame.point(made)
+
+    def _kept(
+        self, x: _Result, value: Any, places: Mapping[int, int], made: Mapping[int, Any], tensors: Mapping[int, Any]
+    ) -> Any:
+        """A result where it is, or where the program has it."""
+        if x.empty:  # it may be anything
+            return x.expected.empty()
+        theirs = {places[n] for n in x.apart}
+        theirs.update(map(_place, made.values()))
+        keep = x.expected.may_keep(value, theirs)
+        if keep and self.slots[x.slot].kind == "result" and _place(value) in places.values():
+            others = {_place(tensors[r]) for r in self.frame.plan.results if r in tensors}
+            keep = x.expected.may_keep(value, others)  # no two results are one
+        return value if keep else x.expected.empty().copy_(value)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The slot of a result, what it must be, the tensors given in whose memory it may not lie, whether it is empty."""
+
+    slot: int
+    expected: Expected
+    apart: tuple[int, ...]
+    empty: bool
+
+
+def _place(t: Any) -> int:
+    """Where the memory of a tensor begins."""
+    return int(t.untyped_storage().data_ptr())
+
+
+def _may_share(given: Slot, result: Slot) -> bool:
+    """Whether what an op gives may lie in the memory of what it was given: PyTorch keeps what is its own as long as
+    somebody needs it, and inputs, which nobody writes while a plan runs, are not given back as results.
+    """
+    return given.kind == "call" or (given.kind == "input" and result.kind == "call")

@@ -1,0 +1,105 @@
+"""Axes in pieces, and tables of what outer loops would compute again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run.cpu import COMPILER
+
+import terrazzo
+from terrazzo.options import Options
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+F = torch.nn.functional
+
+
+def kernels(fn: Any, tmp_path: Path, *inputs: Any) -> str:
+    """The kernels of a function, as C++ without the prelude; its results are eager's, or as near float64's."""
+    call = terrazzo.compile(fn, *inputs, options=Options(target="cpu", cache_dir=tmp_path))
+    found, eager = call(*inputs), fn(*inputs)
+    exact = fn(*(x.double() if x.is_floating_point() else x for x in inputs))
+    off, theirs = ((y.double() - exact).abs().max() for y in (found, eager))
+    assert found.dtype is eager.dtype and found.stride() == eager.stride()
+    assert off <= max(2 * theirs, 1e-7 * exact.abs().max())
+    return "\n".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
+
+
+COPIES: dict[str, Callable[..., Any]] = {
+    "roll": lambda x: x.roll((3, 5), (1, 2)),
+    "roll of all": lambda x: x.roll(1),
+    "reflected": lambda x: F.pad(x, (3, 3, 2, 2), mode="reflect"),
+    "the nearest": lambda x: F.pad(x, (3, 2, 2, 5), mode="replicate"),
+    "around": lambda x: F.pad(x, (3, 3, 2, 2), mode="circular"),
+    "zeros": lambda x: F.pad(x, (3, 3, 2, 2)),
+    "cropped and zeros": lambda x: F.pad(x, (-3, 3, 2, -2)),
+    "repeated": lambda x: x.repeat(1, 1, 1, 4),
+    "swapped": lambda x: torch.cat([x[..., 9:], x[..., :9]], -1),
+    "channels beside each other": lambda x: torch.cat([x, x.sin(), x.neg()], 1),
+    "images beside each other": lambda x: torch.cat([x, x.roll(2, 0)], 0),
+    "a triangle": lambda x: x.tril(),
+    "turned": lambda x: torch.rot90(x, 1, (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_right(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for kind in (torch.float32, torch.int64):
+        kernels(COPIES[name], tmp_path, (10 * torch.randn(2, 6, 17, 24)).to(kind))
+
+
+@pytest.mark.parametrize("name", ["reflected", "the nearest", "repeated", "swapped"])
+def test_nothing_is_asked_or_divided_in_the_innermost_loops(name: str, tmp_path: Path) -> None:
+    text = kernels(COPIES[name], tmp_path, torch.randn(2, 6, 17, 24))
+    loops = re.findall(r"#pragma omp simd\n.*?\n((?:.*\n)*?) *\}", text)
+    assert len(loops) > 1, text
+    assert not any(re.search(r"[?%/]|tz_", line.split("//")[0]) for loop in loops for line in loop.splitlines())
+
+
+def test_tensors_beside_each_other_are_nests_beside_each_other(tmp_path: Path) -> None:
+    """A run of memory each, without a question which one it is."""
+    text = kernels(lambda x, y: torch.cat([x, y], 1), tmp_path, torch.randn(4, 8, 9, 9), torch.randn(4, 3, 9, 9))
+    assert text.count("// free") == 4 and "?" not in text
+    assert "< 648;" in text and "< 243;" in text
+
+
+def test_an_axis_whose_parts_are_many_is_one_loop(tmp_path: Path) -> None:
+    text = kernels(lambda x: x.repeat(40), tmp_path, torch.randn(7))
+    assert text.count("// free") == 1 and "% 7" in text
+
+
+def test_what_data_says_is_checked_in_each_piece(tmp_path: Path) -> None:
+    x, rows = torch.randn(30, 24), torch.randint(30, (40,))
+    call = terrazzo.compile(
+        lambda x, rows: x[rows.roll(3)].roll(2, 1), x, rows, options=Options(target="cpu", cache_dir=tmp_path)
+    )
+    assert torch.equal(call(x, rows), x[rows.roll(3)].roll(2, 1))
+    with pytest.raises(terrazzo.errors.IndexOutOfRange):
+        call(x, rows + 30)
+
+
+def test_what_an_outer_loop_would_compute_again_is_a_table(tmp_path: Path) -> None:
+    """Such as where a row's points are read, which is the same for all rows."""
+    text = kernels(lambda x: F.interpolate(x, scale_factor=3, mode="linear"), tmp_path, torch.randn(6, 8, 50))
+    table, rows = text.split("table", 1)[1].rsplit("for (int64_t", 1)
+    assert "tz_rounded_mul" in table and "tz_rounded_mul" not in rows
+
+
+def test_tables_that_read_what_is_written_are_none(tmp_path: Path) -> None:
+    """A value that is written in place is read before, where it is written."""
+    torch.manual_seed(0)
+
+    def step(w: Any, x: Any) -> Any:
+        w.sub_(x.exp().mul(w.exp()))
+        return w + 1
+
+    w, x = torch.randn(32, 50), torch.randn(50)
+    mine, other = w.clone(), w.clone()
+    call = terrazzo.compile(step, mine, x, options=Options(target="cpu", cache_dir=tmp_path))
+    torch.testing.assert_close(call(mine, x), step(other, x))
+    torch.testing.assert_close(mine, other)

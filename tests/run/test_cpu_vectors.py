@@ -1,0 +1,55 @@
+"""What is written so that compilers make vectors of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.run.cpu import COMPILER
+
+import terrazzo
+from terrazzo.options import Options
+from terrazzo.run.cache import Cache
+from terrazzo.run.compiler import find_compiler
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def compiled(fn: Any, tmp_path: Path, *inputs: Any) -> str:
+    """The kernels of a function, as C++ without the prelude; its results are eager's."""
+    call = terrazzo.compile(fn, *inputs, options=Options(target="cpu", cache_dir=tmp_path))
+    found, exact = call(*inputs), fn(*(x.double() if x.is_floating_point() else x for x in inputs))
+    torch.testing.assert_close(found.double(), exact.double(), rtol=1e-5, atol=1e-6)
+    return "\n".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
+
+
+def test_masks_are_read_as_bytes_by_as_many_lanes_as_vectors_of_bytes_have(tmp_path: Path) -> None:
+    """GCC has no vectors of bools in memory, and wrote 16 lanes out: a masked softmax took ten times as long."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(16, 128), torch.rand(128) > 0.5
+    text = compiled(lambda x, mask: x.masked_fill(mask, float("-inf")).softmax(-1), tmp_path, x, mask)
+    assert "const u8* __restrict" in text and "bool* __restrict" not in text
+    assert "reduce, 64 at a time" in text and "reduce, 16 at a time" not in text
+
+
+def test_truths_in_memory_are_truths(tmp_path: Path) -> None:
+    """Of bytes, `~` is no `not`."""
+    torch.manual_seed(0)
+    x, y = torch.rand(40, 70) > 0.5, torch.rand(40, 70) > 0.5
+    compiled(lambda x, y: ~(x & ~y) ^ y, tmp_path, x, y)
+    compiled(lambda x, y: (~x).sum(-1) + (x | ~y).any(0)[:40] + (~y).cumsum(-1)[:, 3], tmp_path, x, y)
+
+
+def test_sine_and_cosine_of_one_angle_are_no_call_of_both(tmp_path: Path) -> None:
+    """GCC makes one call of both, which has no vector form."""
+    torch.manual_seed(0)
+    x = torch.randn(2000)
+    compiler = find_compiler(None, Cache(tmp_path, 1 << 30))
+    if compiler is None or "-DTZ_VECTOR_MATH" not in compiler.flags:
+        pytest.skip("the compiler has no vector forms from the C library")
+    compiled(lambda x: x.sin() * x.cos(), tmp_path, x)
+    (library,) = (p for p in tmp_path.rglob("*.so") if b"k_" in p.read_bytes())
+    found = library.read_bytes()
+    assert b"sincos" not in found and b"cosf" in found
