@@ -74,15 +74,20 @@ def test_it_computes_the_same(name: str) -> None:
 
 UNEVEN = {
     "dilated as the stride": (
-        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 2, "padding": 1, "dilation": 2},
+        F.conv_transpose2d,
+        (2, 16, 5, 4),
+        (16, 12, 3, 3),
+        {"stride": 2, "padding": 1, "dilation": 2},
     ),
     "dilated by half the stride": (F.conv_transpose1d, (2, 16, 5), (16, 12, 5), {"stride": 4, "dilation": 2}),
-
     "one point less": (F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 2, "padding": 1}),
     "in one dimension alone": (F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 4), {"stride": (2, 2), "padding": 1}),
     "two points less": (F.conv_transpose1d, (2, 16, 5), (16, 12, 4), {"stride": 3}),
     "dilated taps, fewer than phases": (
-        F.conv_transpose2d, (2, 16, 5, 4), (16, 12, 3, 3), {"stride": 5, "padding": 1, "dilation": 2},
+        F.conv_transpose2d,
+        (2, 16, 5, 4),
+        (16, 12, 3, 3),
+        {"stride": 5, "padding": 1, "dilation": 2},
     ),
 }
 

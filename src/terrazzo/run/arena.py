@@ -104,7 +104,8 @@ def allocate(
     given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     large = sorted(given, key=lambda b: -b.type.span)
-    orders = [given, large, longest, _highest_first(large, lives), *([sorted(large, key=lambda b: b not in pieces)] if pieces else [])]
+    cut = [sorted(large, key=lambda b: b not in pieces)] if pieces else []
+    orders = [given, large, longest, _highest_first(large, lives), *cut]
     many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
     tried = (placed(order, lives.pieces, lives.meeting(order)) for order in orders[: 1 if many else None])
     return min(tried, key=lambda x: x[1])

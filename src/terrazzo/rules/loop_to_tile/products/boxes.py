@@ -59,8 +59,8 @@ it took 9 us longer than channels last.
 """
 ROW, STRADDLING = 2.15, 1.75
 """Nanoseconds in which TMA brings a row of an image, whatever it has up to 128 bytes, and how many times as long one
-takes that lies across sectors where it has less. Of 8, 16 and 32 channels a row took 2.3, 2.2 and 2.1 ns, of 24 channels 3.8 (H200, 28
-November 2026).
+takes that lies across sectors where it has less. Of 8, 16 and 32 channels a row took 2.3, 2.2 and 2.1 ns, of 24
+channels 3.8 (H200, 28 November 2026).
 """
 
 
