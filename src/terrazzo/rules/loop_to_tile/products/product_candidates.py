@@ -85,11 +85,13 @@ class Shares:
 
 @lru_cache(maxsize=1024)
 def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[Shares, ...]:
-    """The ways to run a product so, best first; none where blocks are not few, or steps go along one axis."""
+    """The ways to run a product so, best first; none where blocks are not few, or may share the last axis."""
     found: list[Shares] = []
     for form in for_warpgroups(kernel, gpu):
         p = product(form.kernel)
         if p is None or len(p.sites) != 1 or len(p.axes) < 2:
+            continue
+        if any(x.pieces > 1 for x in tiles.on_warpgroups(p, gpu)):  # blocks may share the last
             continue
         number, steps = max(enumerate(map(size_of, p.axes[:-1])), key=lambda x: x[1])
         rows = ceil(p.m.extent, ROWS) * ceil(p.n.extent, ROWS)
