@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,25 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse, show
+from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import verify
 from terrazzo.options import Options
 from terrazzo.pipelines import stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.precision.parts import IN_TF32, into_parts
+from terrazzo.rules.torch_to_tensor import library
 
+RECORD = Path(__file__).parents[2] / "benchmarks/fits/h200-tf32.json"
+IN_FLOAT32 = 3e-5
+"""Sums of products in TF32 are off by ten times as much, of those in float32 by a hundredth."""
 backward = torch.ops.aten.convolution_backward.default
+
+
+@pytest.fixture(autouse=True)
+def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small convolutions are as large ones, for the sake of time."""
+    monkeypatch.setattr(library, "CHANNELS_IN_TF32", 1)
+    monkeypatch.setattr(library, "WORK_IN_TF32", 0.0)
 
 
 def small(x: Any, w: Any) -> Any:
@@ -69,6 +84,28 @@ def test_only_convolutions_have_them_and_where_the_switch_says_so() -> None:
     assert "tf32_mul" not in show(upper(small, (x, w), tf32=False))
     assert "tf32_mul" not in show(upper(F.linear, (torch.randn(64, 256), torch.randn(64, 256))))
     assert "tf32_mul" not in show(upper(small, (x.bfloat16(), w.bfloat16())))
+
+
+def test_what_eager_computes_in_float32_is_as_exact_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was drawn, no convolution counts as one in TF32 that eager had in float32, nor a gradient of it."""
+    monkeypatch.undo()
+    rough = 0
+    for row in json.loads(RECORD.read_text())["rows"]:
+        (cin, cout), groups, transposed = row["channels"], row["groups"], row["transposed"]
+        taps, stride, dilation, padding = row["taps"], row["stride"], row["dilation"], row["padding"]
+        reach = dilation * (taps - 1) + 1
+        out = (row["size"] - 1) * stride - 2 * padding + reach
+        out = out if transposed else (row["size"] + 2 * padding - reach) // stride + 1
+        sides = (cin, cout // groups) if transposed else (cout, cin // groups)
+        image, filters, made = (
+            SimpleNamespace(type=Type(f32, (a, b, *(n,) * row["dims"])))
+            for a, b, n in ((row["batch"], cin, row["size"]), (*sides, taps), (row["batch"], cout, out))
+        )
+        args = (image, filters, None, [stride], [padding], [dilation], transposed, [0], groups)
+        if library.is_in_tf32(SimpleNamespace(name=library.FORWARD, args=args, writes=[made])):
+            rough += 1
+            assert min(row["errors"]) > IN_FLOAT32, row
+    assert rough >= 10
 
 
 @pytest.mark.parametrize("size", (1.0, 1e-30, 1e30))

@@ -1,4 +1,6 @@
-"""Products of which the digits of TF32 will do: those of convolutions in float32, where PyTorch's switch says so."""
+"""Products of which the digits of TF32 will do: those of convolutions in float32, where PyTorch's switch says so and
+its library has no more. Small ones are computed in float32, as cuDNN does.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,20 @@ from terrazzo.ir.contraction import PRODUCTS
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.types import f32
-from terrazzo.rules.torch_to_tensor.library import BACKWARD, FORWARD
+from terrazzo.rules.torch_to_tensor.library import BACKWARD, FORWARD, is_in_tf32
 
-OPS = (FORWARD, BACKWARD)
-"""What cuDNN computes in TF32 unless `torch.backends.cudnn.allow_tf32` forbids it."""
 EXACT, ROUGH = PRODUCTS
 
 
+def is_rough(op: Any) -> bool:
+    """Whether eager computes an op in TF32 unless `torch.backends.cudnn.allow_tf32` forbids it."""
+    return op.name in (FORWARD, BACKWARD) and is_in_tf32(op)
+
+
 def in_tf32(value: Any, given: Collection[Any]) -> Any:
-    """What an op became, or its results, with `tf32_mul` for the products that it sums, if what it was `given` is in
-    float32; that stays.
-    """
+    """What an op became, or its results, with `tf32_mul` for the products that it sums; what it was `given` stays."""
     if isinstance(value, tuple):
         return tuple(v and in_tf32(v, given) for v in value)
-    if any(x.type.dtype is not f32 for x in given):
-        return value
     below = set(given)
     new: dict[Any, Any] = {}
     for x in topological([value], stop=below.__contains__):

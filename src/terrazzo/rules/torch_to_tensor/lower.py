@@ -14,7 +14,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
-from terrazzo.rules.torch_to_tensor.in_tf32 import OPS, in_tf32
+from terrazzo.rules.torch_to_tensor.in_tf32 import in_tf32, is_rough
 from terrazzo.rules.torch_to_tensor.library import Libraries, is_called
 from terrazzo.rules.torch_to_tensor.placed import Strides, laid_out, placed, typed
 
@@ -76,7 +76,7 @@ def lower(
         short = grown.of(node)
         names = {**program.names, short: name} if short is not node else program.names
         found = rewrite([short], rules, log=log, pass_name="torch_to_tensor", names=names, memo=memo, show=text)[0]
-        if tf32 and node.name in OPS:
+        if tf32 and is_rough(node):
             found = in_tf32(found, [memo[c] if c in memo else _got(c, memo) for c in node.children])
         memo[node] = found
         if isinstance(found, Aten):
