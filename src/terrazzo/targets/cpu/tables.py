@@ -39,17 +39,17 @@ def tabled(kernel: l.Kernel) -> tuple[list[l.Kernel], l.Kernel, dict[Node, Node]
     =>
     @loop
     def f(x: f32[8], w: f32[6, 9]):
-        with kernel('table', table_0=f32[6]):
+        with kernel('table', z_table_0=f32[6]):
             for a1 in free(6):
                 for r0 in reduce(9):
                     in0 = w[a1, r0]
                     acc0 <- sum(in0)
-                table_0[a1] = acc0
+                z_table_0[a1] = acc0
         with kernel('z', z=f32[8, 6]):
             for a0 in free(8):
                 in0 = x[a0]
                 for a1 in free(6):
-                    in1 = table_0[a1]
+                    in1 = z_table_0[a1]
                     v0 = mul(in0, in1)
                     z[a0, a1] = v0
         return (z,)
@@ -65,7 +65,7 @@ def tabled(kernel: l.Kernel) -> tuple[list[l.Kernel], l.Kernel, dict[Node, Node]
         if (size := math.prod(shape) * x.dtype.size) > left:
             continue
         left -= size
-        buffer = l.Buffer(f"table_{len(loads)}", Type(x.dtype, shape))
+        buffer = l.Buffer(f"{kernel.writes[0].name}_table_{len(loads)}", Type(x.dtype, shape))
         tables.setdefault(axes, []).append((buffer, x))
         loads[x] = l.Load(buffer, axes)
     made = [
