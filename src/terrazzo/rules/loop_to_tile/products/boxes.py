@@ -27,7 +27,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.leaving import RESULTS
 from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
-from terrazzo.rules.loop_to_tile.products.results import results
+from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts
@@ -48,14 +48,6 @@ ALONE = 9.0
 """Bytes of results in 16 bits that leave a block's registers in a nanosecond one by one, where memory runs along rows
 of a tile. Four convolutions of 3 x 3 with 3.2 to 10.5 million such results took 3 to 16 us longer than those that
 stored the same channels last, which are 6 to 13 bytes (H200, 28 November 2026).
-"""
-PARTLY, CACHED = 50.0, 50e6
-"""Sectors that warps of all processors store in part in a nanosecond, where results are more bytes than the cache has:
-who stores the rest of one comes later. Fitted to transposed convolutions with a stride of 2 in bfloat16, of whose
-results a warp stores every other one along rows (H200, 28 November 2026, with copies of operands): 128 x 64 x 258 x 258
-took 10.9 ms in boxes of 128 x 1 x 1 and 4.0 in those of 16 x 1 x 8, 32 x 24 x 66 x 66 x 66 took 3.5 in boxes of 32 x 1
-x 2 x 2 and 2.6 in those of 32 x 1 x 1 x 4; by this 12.1, 3.8, 3.6 and 2.7. In 32 x 32 x 128 x 128, which the cache has,
-it took 9 us longer than channels last.
 """
 ROW, STRADDLING = 2.15, 1.75
 """Nanoseconds in which TMA brings a row of an image, whatever it has up to 128 bytes, and how many times as long one
