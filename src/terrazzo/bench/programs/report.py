@@ -114,5 +114,6 @@ and weights no cache holds, or, with a star, of plain calls where PyTorch's cann
 that branch on their data, and go through torch.compile in parts. "Compiled" is the first
 time, capture included, while other programs were compiled beside. "Calls" are ops that PyTorch runs. "Memory" is our
 peak within a call, what is kept between calls included, of eager's peak: weights and inputs are in both, but for
-programs measured before 2026-11-22 15:00, which have them in neither.
+programs measured before 2026-11-22 15:00, which have them in neither. The type tf32 is f32 whose convolutions PyTorch
+may compute in TF32, as it does by default; with f32 it may not.
 """.splitlines()
