@@ -16,7 +16,7 @@ from tests.hw.sass import sass
 from tests.kernels.arrangements import F as CORES
 from tests.kernels.arrangements import M, Product
 from tests.kernels.test_arrangements import derived, right
-from tests.rules.test_parts import split
+from tests.rules.test_parts import in_bfloat16, split
 from tests.rules.test_parts import text as whole
 
 from terrazzo.errors import Limitation, UserError
@@ -265,7 +265,7 @@ def in_parts(name: str, count: int = 3) -> tuple[tile.Program, k.Program]:
     options = Options(target="sm_90a", libraries="never")
     exact = lowering(capture(fn, tuple(map(torch.zeros, shapes)), {}).program, options)
     before = next(program for p, program, _ in exact.stages if p.name == "parts")
-    program = into_parts(before, Log(), count, lambda old, new, beaten: (1.0, ""))
+    program = into_parts(before, Log(), count, in_bfloat16)
     _, planned, derived = stages(program, Options(target="sm_90a"), Log(), ("schedule", "plan", "derive"))
     return planned[1], derived[1]
 
