@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 NAME = "tzz"
 """What kernels are called here, and what names of canonical forms end with."""
-VERSION = 2
+VERSION = 3
 """Raised when schedules come to mean other kernels, or their kernels to take another time: old rows are not read."""
 PATIENCE = 10.0
 """Seconds to wait for another process that writes."""
