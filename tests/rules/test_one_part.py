@@ -35,7 +35,7 @@ backward = torch.ops.aten.convolution_backward.default
 def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small convolutions are as large ones, for the sake of time."""
     monkeypatch.setattr(library, "CHANNELS_IN_TF32", 1)
-    monkeypatch.setattr(library, "WORK_IN_TF32", 0.0)
+    monkeypatch.setattr(library, "WORK_IN_TF32", {False: 0.0, True: 0.0})
 
 
 def small(x: Any, w: Any) -> Any:
@@ -102,10 +102,12 @@ def test_what_eager_computes_in_float32_is_as_exact_here(monkeypatch: pytest.Mon
             for a, b, n in ((row["batch"], cin, row["size"]), (*sides, taps), (row["batch"], cout, out))
         )
         args = (image, filters, None, [stride], [padding], [dilation], transposed, [0], groups)
-        if library.is_in_tf32(SimpleNamespace(name=library.FORWARD, args=args, writes=[made])):
-            rough += 1
-            assert min(row["errors"]) > IN_FLOAT32, row
-    assert rough >= 10
+        back = (made, image, filters, [cout], *args[3:], [True, True, False])
+        for name, given, off in ((library.FORWARD, args, row["errors"][:1]), (library.BACKWARD, back, row["errors"])):
+            if library.is_in_tf32(SimpleNamespace(name=name, args=given, writes=[made])):
+                rough += 1
+                assert min(off) > IN_FLOAT32, row
+    assert rough >= 40
 
 
 @pytest.mark.parametrize("size", (1.0, 1e-30, 1e30))

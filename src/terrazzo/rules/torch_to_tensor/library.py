@@ -293,10 +293,10 @@ def convolved(op: Any) -> Sequence[Any]:
     return op.args[1:10] if op.name == BACKWARD else op.args  # type: ignore[no-any-return]
 
 
-CHANNELS_IN_TF32, WORK_IN_TF32 = 32, 1e9
-"""Channels of an image and of a result, and operations, from which on cuDNN computes convolutions in float32 in TF32,
-where it may: all of those drawn at random, and of their gradients; of smaller ones, and of those in groups, it computes
-about as many in float32 (benchmarks/fits/h200-tf32.json).
+CHANNELS_IN_TF32, WORK_IN_TF32 = 32, {False: 3e8, True: 1e9}
+"""Channels of an image and of a result, and operations, more of them for gradients, from which on cuDNN computes
+convolutions in float32 in TF32, where it may: all of those drawn at random; of smaller ones, and of those in groups, it
+computes about as many in float32 (benchmarks/fits/h200-tf32.json).
 """
 
 
@@ -307,8 +307,9 @@ def is_in_tf32(op: Any) -> bool:
     args = convolved(op)
     weights, stride, transposed, groups = args[1].type, args[3], args[6], args[8]
     made = op.args[0].type if op.name == BACKWARD else _result(op)
-    large = min(weights.static_shape[:2]) >= CHANNELS_IN_TF32 and _convolution(args, made, 1) >= WORK_IN_TF32
-    return weights.dtype is f32 and large and groups == 1 and not (transposed and max(stride) > 2)
+    large = _convolution(args, made, 1) >= WORK_IN_TF32[op.name == BACKWARD]
+    wide = min(weights.static_shape[:2]) >= CHANNELS_IN_TF32
+    return weights.dtype is f32 and large and wide and groups == 1 and not (transposed and max(stride) > 2)
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:
