@@ -55,6 +55,8 @@ def test_whether_cudnn_may_use_tf32_is_read(allowed: bool) -> None:
     """It is what a library is priced by, and names a plan."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
         assert convolutions_in_tf32() == allowed
+    with torch.backends.cudnn.flags(enabled=False, allow_tf32=allowed):
+        assert not convolutions_in_tf32()
     program = capture(lambda x: x + 1, (torch.zeros(4),)).program
     keys = {compiled.plan_key(program, Options(target="sm_90a", tf32=x), "a machine") for x in (False, True)}
     assert len(keys) == 2
@@ -68,6 +70,22 @@ torch.backends.cudnn.conv.fp32_precision = {setting!r}
 print(convolutions_in_tf32())"""
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == allowed
+
+
+def test_a_program_is_compiled_anew_when_the_switch_of_convolutions_is_turned() -> None:
+    made: list[bool] = []
+
+    def make(way: str) -> Any:
+        made.append(convolutions_in_tf32())
+        return SimpleNamespace(tf32=made[-1])
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        program = Switched(make)
+        assert program.tf32 and made == [True]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        assert not program.tf32 and not program.tf32 and made == [True, False]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        assert program.tf32 and made == [True, False]
 
 
 def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:

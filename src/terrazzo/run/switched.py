@@ -1,4 +1,4 @@
-"""PyTorch's switch for products in float32, obeyed at every call."""
+"""PyTorch's switches for products in float32, and for convolutions, obeyed at every call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def asked() -> str:
 
 
 def convolutions_in_tf32() -> bool:
-    """Whether PyTorch is told that cuDNN may compute convolutions in float32 in TF32."""
+    """Whether PyTorch is told that cuDNN may compute convolutions in float32 in TF32, and asks it at all."""
     import torch
 
+    if not torch.backends.cudnn.enabled:
+        return False
     try:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:  # only the newer switch was used
@@ -30,25 +32,31 @@ def convolutions_in_tf32() -> bool:
 
 
 class Switched:
-    """A compiled program that is compiled anew when the switch is turned to what it was not compiled for: Dynamo's
-    guards know whether tf32 is allowed, and not whether bfloat16 is. Otherwise the same as what `make` makes of a way.
+    """A compiled program that is compiled anew when a switch is turned to what it was not compiled for: Dynamo's
+    guards know whether products may be in TF32, not whether they may be in bfloat16, nor of convolutions. Otherwise the
+    same as what `make` makes of a way to multiply, with convolutions as they are to be then.
     """
 
     def __init__(self, make: Callable[[str], Any]) -> None:
         self.make = make
-        self.made: dict[str, Any] = {}
+        self.made: dict[tuple[str, bool], Any] = {}
         self.now()
 
     def now(self) -> Any:
         """The program as it is to be computed at present."""
-        way = asked()
+        way = asked(), convolutions_in_tf32()
         if way not in self.made:
-            self.made[way] = self.make(way)
+            self.made[way] = self.make(way[0])
         return self.made[way]
 
     def rebound(self, bound: Mapping[str, Any]) -> Switched:
         """The program with other weights; machine code is shared."""
-        return Switched(lambda way: (self.made.get(way) or self.make(way)).rebound(bound))
+
+        def make(way: str) -> Any:
+            known = self.made.get((way, convolutions_in_tf32())) or self.make(way)
+            return known.rebound(bound)
+
+        return Switched(make)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         return self.now()(inputs)
