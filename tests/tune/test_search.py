@@ -14,11 +14,15 @@ from terrazzo.errors import UserError
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import GPUS
 from terrazzo.interp.loop import run
+from terrazzo.ir.canonical import canonical
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
+from terrazzo.ir.expr import Var
 from terrazzo.ir.text import parse
+from terrazzo.ir.types import Type, f32
 from terrazzo.options import MODES, Options
 from terrazzo.pipelines import Lowering, lowering
+from terrazzo.rewrite.rule import Log
 from terrazzo.run.cache import Cache
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Tried
@@ -125,6 +129,19 @@ def test_what_a_kernel_reads_is_made_by_those_that_write_it() -> None:
     (result,) = run(l.Program("alone", product.reads, (product,), product.writes), given)
     expected = x.astype("float64") @ w.astype("float64").T
     assert abs(result - expected).max() < 1e-5 * abs(expected).max()
+
+
+def test_what_is_written_later_makes_no_input() -> None:
+    """As new values of inputs are, which come after the old ones were read."""
+    a = Var("a0", 4)
+    x, t, z = (l.Buffer(name, Type(f32, (4,))) for name in "xtz")
+
+    def copied(to: l.Buffer, of: l.Buffer) -> l.Kernel:
+        return l.Kernel(to.name, (a,), (l.Store(to, (a,), l.apply("exp", l.Load(of, (a,)))),))
+
+    program = l.Program("f", (x,), (copied(t, x), copied(z, t), copied(t, z)), (z, t))
+    source = search.sources(Lowering(program, [], Log()))[canonical(program.steps[1]).kernel]  # type: ignore[arg-type]
+    assert [s.name for s in source.steps] == ["t"] and source.inputs == (x,)
 
 
 def test_without_a_gpu_nothing_is_measured_and_the_command_says_so() -> None:

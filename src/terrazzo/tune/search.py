@@ -105,13 +105,13 @@ def sources(done: Lowering) -> dict[l.Kernel, l.Program]:
     """For the canonical form of each kernel that reads what other kernels write, the program that writes it, under the
     names that the form has. Parts of numbers beside random scales are no numbers: a kernel takes its slow way for them.
     """
-    steps = _steps(done)
-    writers = {b: s for s in steps for b in s.writes}
+    writers: dict[l.Buffer, l.Kernel] = {}
     found: dict[l.Kernel, l.Program] = {}
-    for step in steps:
+    for step in _steps(done):
         form = canonical(step)
         if form.kernel not in found and (program := _source(step, form.kernel, writers)) is not None:
             found[form.kernel] = program
+        writers |= dict.fromkeys(step.writes, step)
     return found
 
 

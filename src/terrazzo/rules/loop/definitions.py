@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from itertools import count
 from typing import Any
 
 from terrazzo.errors import CompilerBug
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, rebuilt, topological
 from terrazzo.rules.loop.fusion.inline import element
 
 
@@ -87,6 +87,17 @@ class Steps(dict[int, Any]):
 def unused(name: str, names: Container[str]) -> str:
     """`name`, or the first of name_2, name_3 ... that is not among `names`."""
     return next(x for k in count(1) if (x := f"{name}_{k}" if k > 1 else name) not in names)
+
+
+def computed_by(fn: str, kernel: l.Kernel, terms: Collection[Node]) -> l.Kernel:
+    """A kernel some of whose terms are computed by another scalar function, of the same arguments."""
+    if not terms:
+        return kernel
+    memo: dict[Node, Any] = {}
+    for x in topological([kernel]):
+        new: Any = rebuilt(x, memo)
+        memo[x] = l.apply(fn, *new.args) if x in terms else new
+    return memo[kernel]  # type: ignore[no-any-return]
 
 
 def in_order(program: l.Program, steps: Iterable[l.Kernel | l.Call]) -> l.Program:

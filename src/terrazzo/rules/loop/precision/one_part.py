@@ -21,8 +21,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.loop import apply
 from terrazzo.ir.expr import Bound, IntExpr, Var
 from terrazzo.ir.monoid import monoid
-from terrazzo.ir.node import Node, rebuilt, substitute, topological
+from terrazzo.ir.node import Node, substitute
 from terrazzo.ir.types import Type, f16, f32
+from terrazzo.rules.loop.definitions import computed_by
 from terrazzo.rules.loop.precision.number_parts import laid_out, order_of
 from terrazzo.rules.loop.precision.scaled_parts import LEAST, finite, number, scales
 
@@ -114,20 +115,12 @@ def multiplied(kernel: l.Kernel, c: Contraction, found: Mapping[l.Load, Single])
 
 def exact(program: l.Program) -> l.Program:
     """`program` with products as they are in place of those of which fewer digits would do."""
-    steps = tuple(_exact(s) if isinstance(s, l.Kernel) else s for s in program.steps)
-    changed = any(a is not b for a, b in zip(steps, program.steps, strict=True))
-    return l.Program(program.name, program.inputs, steps, program.results) if changed else program
 
+    def rough(kernel: l.Kernel) -> set[Node]:
+        return {x for x in kernel.terms if isinstance(x, l.Apply) and x.fn.name == "tf32_mul"}
 
-def _exact(kernel: l.Kernel) -> l.Kernel:
-    rough = {x for x in kernel.terms if isinstance(x, l.Apply) and x.fn.name == "tf32_mul"}
-    if not rough:
-        return kernel
-    memo: dict[Node, Node] = {}
-    for x in topological([kernel]):
-        new = rebuilt(x, memo)
-        memo[x] = apply("mul", *new.args) if isinstance(new, l.Apply) and x in rough else new
-    return memo[kernel]  # type: ignore[return-value]
+    steps = tuple(computed_by("mul", s, rough(s)) if isinstance(s, l.Kernel) else s for s in program.steps)
+    return l.Program(program.name, program.inputs, steps, program.results)
 
 
 def _part(x: Node, scale: Node) -> Node:

@@ -276,7 +276,8 @@ class _Parts:
         channels, sums = along_channels(kernel), along_sums(kernel)
         single = self.rough and len(products) == 1 and not one_part.why_not(products[0])
         if single:
-            yield from (_Way(single=True, inner=inner) for inner in ({}, channels, sums) if inner or inner is not sums)
+            yield _Way(single=True)
+            yield from (_Way(single=True, inner=inner) for inner in (channels, sums) if inner)
         yield _Way(resort=single)
         yield from (_Way(inside=side, resort=single) for side in sides(kernel))
         if self.count == EVERY_DIGIT and not why_not(product(kernel)):

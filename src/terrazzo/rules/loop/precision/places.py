@@ -17,6 +17,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, rebuilt, topological
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.loop.definitions import computed_by
 
 PASS = "places"
 STEPS = ("floor", "ceil", "trunc", "round")
@@ -108,22 +109,12 @@ def round_differences(program: l.Program, log: Log) -> l.Program:
 
 def _each(program: l.Program, log: Log, rule: str, why: str, products: Callable[[l.Kernel], set[Node]]) -> l.Program:
     """`program` with rounded_mul for some products of its kernels."""
-    steps = tuple(_rounded(s, products(s)) if isinstance(s, l.Kernel) else s for s in program.steps)
+    steps = tuple(computed_by("rounded_mul", s, products(s)) if isinstance(s, l.Kernel) else s for s in program.steps)
     for old, new in zip(program.steps, steps, strict=True):
         if new is not old:
             log.add(Event(PASS, rule, old.name, True, why))
             log.applied(PASS, rule, old.name, [old], [new])
     return l.Program(program.name, program.inputs, steps, program.results)
-
-
-def _rounded(kernel: l.Kernel, products: set[Node]) -> l.Kernel:
-    if not products:
-        return kernel
-    memo: dict[Node, Any] = {}
-    for x in topological([kernel]):
-        new: Any = rebuilt(x, memo)
-        memo[x] = l.apply("rounded_mul", *new.args) if x in products else new
-    return memo[kernel]  # type: ignore[no-any-return]
 
 
 def _products(kernel: l.Kernel) -> set[Node]:

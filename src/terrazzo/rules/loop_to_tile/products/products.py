@@ -18,7 +18,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.products.results import apart, results
+from terrazzo.rules.loop_to_tile.products.results import partly_stored, results
 from terrazzo.rules.loop_to_tile.products.warpgroups import after
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid, size_of, step, vector_of
 from terrazzo.rules.swizzles import swizzled
@@ -343,7 +343,7 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     if has and not by:  # what boxes bring from beyond the ends of operands, as in `warpgroups`
         m, n = -p.m.extent % t.m * down, -p.n.extent % t.n * beside
         time += batch * depth * size * (m * ceil(p.n.extent, t.n) + n * ceil(p.m.extent, t.m)) / gpu.memory
-    time += 0.75 * results(p).moved / gpu.memory + (0.0 if kind else _scattered(t, p) / gpu.cache) + apart(p)
+    time += 0.75 * results(p).moved / gpu.memory + (0.0 if kind else _scattered(t, p) / gpu.cache) + partly_stored(p)
     time += busiest * pieces * after(p, ceil(results(p).points, blocks), has) if has else _computing(p, gpu)
     if pieces > 1:
         time += has.part if has else gpu.launch

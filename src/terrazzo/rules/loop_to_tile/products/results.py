@@ -65,7 +65,7 @@ def _operations(terms: Iterable[Any]) -> float:
 
 
 @lru_cache(maxsize=1024)
-def apart(p: Product) -> float:
+def partly_stored(p: Product) -> float:
     """Nanoseconds in which results are stored that lie apart in memory, so that no warp fills a sector, and that are
     more than the cache has: such as the points of one phase of a transposed convolution. 16 x 64 x 318 x 638 of stride
     5 took 2.6 ms so where memory alone takes 0.2 (H200, 28 November 2026).

@@ -32,7 +32,7 @@ from terrazzo.rules.loop_to_tile.products.making import (
     not_converted,
     promotes,
 )
-from terrazzo.rules.loop_to_tile.products.results import along, apart, results
+from terrazzo.rules.loop_to_tile.products.results import along, partly_stored, results
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     COLUMNS,
     FEWEST,
@@ -131,11 +131,11 @@ def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
                 continue
             blocks = whole.tiles * tile.blocks
             for s, time in _times(p, tile, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
-                found.append((Plan(tile, s, i, time + apart(p)), blocks * s))
+                found.append((Plan(tile, s, i, time + partly_stored(p)), blocks * s))
             for x in sharing(p, tile, whole.tiles, gpu):
                 work = work_of(p, x, gpu, gpu.warpgroups)
                 waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
-                found.append((Plan(x, 1, i, lasts(work, gpu) * waits + apart(p)), work.tiles * x.blocks))
+                found.append((Plan(x, 1, i, lasts(work, gpu) * waits + partly_stored(p)), work.tiles * x.blocks))
 
     def order(x: tuple[Plan, int]) -> tuple[float, ...]:
         plan, blocks = x
