@@ -79,14 +79,15 @@ from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.copies import copies_in_windows, makers_divided
 from terrazzo.rules.loop_to_tile.estimate import expected
-from terrazzo.rules.loop_to_tile.experience import NONE, Experience
+from terrazzo.rules.loop_to_tile.experience import NONE, Experience, Told
 from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
 from terrazzo.rules.loop_to_tile.reductions import reduced
 from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
-from terrazzo.rules.torch_to_tensor.library import Libraries
+from terrazzo.rules.torch_to_tensor.in_tf32 import Rough
+from terrazzo.rules.torch_to_tensor.library import Libraries, is_convolution
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
@@ -118,12 +119,12 @@ def _together(p: Program, log: Log, options: Options) -> Program:
     return stacks_whole(products_together(sums, log, goal.rates), log)
 
 
-def _tensor(p: Program, log: Log, options: Options) -> Program:
+def _tensor(p: Program, log: Log, options: Options, tried: Experience) -> Program:
     """Tensor IR, whose results lie as Torch IR says."""
     plain, strides, given = row_by_row(p)
-    together = _together(plain, log, options)
-    tf32 = options.tf32 and options.fp32 in PARTS and target(options.target).gpu is not None
-    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), libraries(options), tf32, strides, given)
+    together, rough = _together(plain, log, options), Rough(options.tf32, tried.rough)
+    ours, called = rough if options.fp32 in PARTS and target(options.target).gpu else None, libraries(options, rough)
+    return to_tensor(together, torch_to_tensor.RULES, log, _texts(options), called, ours, strides, given)
 
 
 def _fused(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -262,7 +263,7 @@ class Pass:
 SCHEDULE = "schedule"
 PASSES = (
     Pass("torch_to_tensor", "torch", "tensor", "each ATen op becomes a composition of primitives, or an opaque call",
-         lambda p, log, o, tried: _tensor(p, log, o)),
+         _tensor),
     Pass("tensor_to_loop", "tensor", "loop", "each primitive becomes a kernel that stores its term",
          lambda p, log, o, tried: lift(p, log=log)),
     Pass("gradients", "loop", "loop", "the gradient of a softmax computes its weights again, and no sums of their rows",
@@ -320,23 +321,22 @@ def dialect(program: Any) -> str:
 
 def machine(options: Options) -> Gpu:
     """The GPU that is compiled for."""
-    found = target(options.target).gpu
-    if found is None:
+    if (found := target(options.target).gpu) is None:
         raise UserError(f"the target {options.target} is no GPU, so kernels have no schedules")
     return found
 
 
-def libraries(options: Options) -> Libraries | None:
-    """What decides which ops of PyTorch are called, where any may be."""
+def libraries(options: Options, rough: Rough) -> Libraries | None:
+    """What decides which ops of PyTorch are called, where any may be; those that are `rough` it computes in TF32."""
     if options.libraries != "auto":
         return None
-    said = {"product": options.fp32 in ("tf32", "bf16"), "convolution": options.tf32}
-    tf32 = {family for family, allowed in said.items() if allowed}
-    return Libraries(target(options.target).gpu, partial(_alone, options.target, options.fp32, options.tf32), tf32)
+    in_tf32 = lambda op: any(rough(op)) if is_convolution(op) else options.fp32 in ("tf32", "bf16")  # noqa: E731
+    ours = lambda op, enough: _alone(options.target, options.fp32, rough(op), op, enough)  # noqa: E731
+    return Libraries(target(options.target).gpu, ours, in_tf32)
 
 
 @lru_cache(maxsize=4096)
-def _alone(name: str, fp32: str, tf32: bool, op: Aten, enough: float = 0.0) -> tuple[float, str]:
+def _alone(name: str, fp32: str, rough: tuple[bool, ...], op: Aten, enough: float = 0.0) -> tuple[float, str]:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
     called after all. " at most" so long, where that is less than `enough`: there may be better ways to multiply in
     parts. How much memory is in use is for a whole program to say.
@@ -345,9 +345,9 @@ def _alone(name: str, fp32: str, tf32: bool, op: Aten, enough: float = 0.0) -> t
     several = op.result if isinstance(op.result, tuple) else None
     results = (op,) if several is None else tuple(Get(op, k) for k, kind in enumerate(several) if kind is not None)
     program = Program("torch", "alone", inputs, results, {x: f"result{k}" for k, x in enumerate(results)})
-    options = Options(target=name, libraries="never", fp32=fp32, tf32=tf32)
+    options, told = Options(target=name, libraries="never", fp32=fp32, tf32=any(rough)), Told(rough)
     upper = tuple(p.name for p in PASSES if p.dst in ("tensor", "loop") and p.name not in MEMORY)
-    whole, gpu = stages(program, options, Log(), upper[: upper.index("parts")])[-1][1], machine(options)
+    whole, gpu = stages(program, options, Log(), upper[: upper.index("parts")], told)[-1][1], machine(options)
     if any(isinstance(s, l.Call) for s in whole.steps):
         return math.inf, ""
     some = in_parts(_sooner(whole, Log(), options), Log(), options, NONE, any_way=True)

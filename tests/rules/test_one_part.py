@@ -23,7 +23,8 @@ from terrazzo.options import Options
 from terrazzo.pipelines import stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.precision.parts import IN_TF32, into_parts
-from terrazzo.rules.torch_to_tensor import library
+from terrazzo.rules.loop_to_tile.experience import NONE, Told
+from terrazzo.rules.torch_to_tensor import in_tf32, library
 
 RECORD = Path(__file__).parents[2] / "benchmarks/fits/h200-tf32.json"
 IN_FLOAT32 = 3e-5
@@ -34,8 +35,8 @@ backward = torch.ops.aten.convolution_backward.default
 @pytest.fixture(autouse=True)
 def small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small convolutions are as large ones, for the sake of time."""
-    monkeypatch.setattr(library, "CHANNELS_IN_TF32", 1)
-    monkeypatch.setattr(library, "WORK_IN_TF32", {False: 0.0, True: 0.0})
+    monkeypatch.setattr(in_tf32, "CHANNELS", 1)
+    monkeypatch.setattr(in_tf32, "WORK", {False: 0.0, True: 0.0})
 
 
 def small(x: Any, w: Any) -> Any:
@@ -86,6 +87,22 @@ def test_only_convolutions_have_them_and_where_the_switch_says_so() -> None:
     assert "tf32_mul" not in show(upper(small, (x.bfloat16(), w.bfloat16())))
 
 
+def test_who_asked_the_library_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a convolution, and of each of its gradients."""
+    monkeypatch.setattr(in_tf32, "LEAST", 0.0)
+    names = ("torch_to_tensor",)
+    given = torch.randn(2, 8, 6, 6), torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3)
+    forward, back = capture(small, given[1:]).program, capture(gradients, given).program
+
+    def found(program: Any, tried: Any) -> int:
+        options = Options(target="sm_90a", libraries="never", tf32=True)
+        return show(stages(program, options, Log(), names, tried)[-1][1]).count("tf32_mul")
+
+    assert [found(forward, x) for x in (NONE, Told((True,)), Told((False,)))] == [1, 1, 0]
+    answers = (True, True, False), (True, False, False), (False, True, False), (False,) * 3
+    assert [found(back, x) for x in (NONE, *map(Told, answers))] == [2, 2, 1, 1, 0]
+
+
 def test_what_eager_computes_in_float32_is_as_exact_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was drawn, no convolution counts as one in TF32 that eager had in float32, nor a gradient of it."""
     monkeypatch.undo()
@@ -104,7 +121,7 @@ def test_what_eager_computes_in_float32_is_as_exact_here(monkeypatch: pytest.Mon
         args = (image, filters, None, [stride], [padding], [dilation], transposed, [0], groups)
         back = (made, image, filters, [cout], *args[3:], [True, True, False])
         for name, given, off in ((library.FORWARD, args, row["errors"][:1]), (library.BACKWARD, back, row["errors"])):
-            if library.is_in_tf32(SimpleNamespace(name=name, args=given, writes=[made])):
+            if in_tf32.is_large(SimpleNamespace(name=name, args=given, writes=[made])):
                 rough += 1
                 assert min(off) > IN_FLOAT32, row
     assert rough >= 40

@@ -212,8 +212,6 @@ def compile_program(
         raise UserError(f"option updated: {why}")
     where = device or next((str(t.device) for t in bound.values()), "cpu")
     options = resolved(options, where)
-    if target(options.target).gpu:
-        options = replace(options, tf32=convolutions_in_tf32())
     if options.fp32 == "auto" and target(options.target).gpu:
         return Switched(lambda way: compile_program(program, bound, replace(options, fp32=way), device))
     if options.target == "interpreter":
@@ -243,14 +241,15 @@ def compile_program(
 
 
 def resolved(options: Options, device: str) -> Options:
-    """The options with a target in place of "auto": that of the device."""
-    if options.target != "auto":
-        return options
-    if not device.startswith("cuda"):
-        return replace(options, target="cpu")
-    import torch
+    """The options with a target in place of "auto": that of the device; and for a GPU what PyTorch's switch says of
+    convolutions.
+    """
+    if options.target == "auto":
+        import torch
 
-    return replace(options, target=architecture(torch.device(device).index or 0))
+        gpu = device.startswith("cuda")
+        options = replace(options, target=architecture(torch.device(device).index or 0) if gpu else "cpu")
+    return replace(options, tf32=convolutions_in_tf32()) if target(options.target).gpu else options
 
 
 def _load(

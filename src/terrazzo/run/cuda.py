@@ -20,6 +20,7 @@ from terrazzo.options import Options
 from terrazzo.run.branches import Place
 from terrazzo.run.cache import Cache
 from terrazzo.run.cpu import Built
+from terrazzo.run.digits import CuDNN, library
 from terrazzo.run.launch import Graph, Launch
 from terrazzo.run.measured import Measured
 from terrazzo.run.nvrtc import Made, Tried, compile_each, cubin_key, failure, nvrtc_version
@@ -62,7 +63,9 @@ def tried(options: Options) -> Tried | None:
         return None
     cache = Cache(options.cache_dir, options.cache_limit)
     here = devices() and architecture() == options.target
-    return Tried(options.target, cache, options.spills, measured=measured(cache) if here else None)
+    if not here:
+        return Tried(options.target, cache, options.spills)
+    return Tried(options.target, cache, options.spills, measured=measured(cache), library=CuDNN(0, cache))
 
 
 def architecture(index: int = 0) -> str:
@@ -118,8 +121,8 @@ class Cuda:
         self.allowed: dict[tuple[str, str], int] = {}
 
     def key(self, cache: Cache) -> str:
-        """What kernels here depend on: the compiler, and what was measured."""
-        return cubin_key("", self.arch) + self.measured(cache).state()
+        """What kernels here depend on: the compiler, what was measured, and the library whose digits they have."""
+        return cubin_key("", self.arch) + self.measured(cache).state() + str(library())
 
     def measured(self, cache: Cache) -> Measured:
         """What was measured on GPUs like this one."""
@@ -127,7 +130,7 @@ class Cuda:
 
     def lost(self, options: Options, cache: Cache) -> Tried:
         """What is known of kernels that were tried here."""
-        return Tried(self.arch, cache, options.spills, ahead=True, measured=self.measured(cache))
+        return Tried(self.arch, cache, options.spills, {}, True, self.measured(cache), CuDNN(self.index, cache))
 
     def build(self, lowering: Lowering, options: Options, cache: Cache, tried: Tried | None = None) -> Built:
         """The kernels of a program, compiled where the cache lacks them, all of which this GPU's driver loads."""

@@ -21,6 +21,7 @@ from terrazzo.progress import at
 from terrazzo.rules.loop_to_tile.experience import Experience
 from terrazzo.run import limit
 from terrazzo.run.cache import Cache, digest
+from terrazzo.run.digits import CuDNN
 from terrazzo.run.measured import Measured
 from terrazzo.run.processors import processors
 
@@ -245,11 +246,15 @@ class Tried(Experience):
     refused: dict[str, str] = field(default_factory=dict)
     ahead: bool = False
     measured: Measured | None = None
+    library: CuDNN | None = None
     told: dict[str, str] = field(default_factory=dict)
     found: dict[Hashable, tuple[Any, dict[k.Kernel, str]]] = field(default_factory=dict)
 
     def fastest(self, kernel: l.Kernel) -> str:
         return self.measured.fastest(kernel) if self.measured else ""
+
+    def rough(self, op: Any) -> tuple[bool, ...]:
+        return self.library.rough(op) if self.library else ()
 
     def __call__(self, kernel: k.Kernel) -> str:
         why, source = self.lost(kernel), emitted(kernel)
@@ -302,6 +307,7 @@ class _Asked(Experience):
         self.whom = whom
         self.told: dict[k.Kernel, str] = {}
         self.fastest = whom.fastest  # type: ignore[method-assign]
+        self.rough = whom.rough  # type: ignore[method-assign]
         self.perhaps = whom.perhaps  # type: ignore[method-assign]
         self.spilled = whom.spilled  # type: ignore[method-assign]
 

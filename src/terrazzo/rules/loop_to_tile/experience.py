@@ -1,10 +1,11 @@
-"""What is known of kernels because they were built or measured."""
+"""What is known of a machine because kernels were built or measured on it, and its libraries were asked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -49,6 +50,22 @@ class Experience:
         measured; "" where none were.
         """
         return ""
+
+    def rough(self, op: Any) -> tuple[bool, ...]:
+        """Which results of a convolution in float32, or of its gradients, the library computes in TF32 where it may;
+        nothing where nobody asked it. Its operands are inputs that lie as in eager mode.
+        """
+        return ()
+
+
+@dataclass(frozen=True)
+class Told(Experience):
+    """Of a single op it is known which of its results the library computes in TF32."""
+
+    told: tuple[bool, ...]
+
+    def rough(self, op: Any) -> tuple[bool, ...]:
+        return self.told
 
 
 NONE = Experience()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +26,14 @@ LIBRARY, OURS = "the library", "ours"
 @dataclass
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
-    where there are none), or " at most" so long, if that is less than what is enough. In float32 libraries compute ops
-    of some families in TF32. On a processor, which is no `gpu`, nothing is priced: what `_on_a_processor` names is
-    called.
+    where there are none), or " at most" so long, if that is less than what is enough. Of an op in float32 is asked
+    whether libraries compute it in `tf32`. On a processor, which is no `gpu`, nothing is priced: what
+    `_on_a_processor` names is called.
     """
 
     gpu: Gpu | None
     ours: Callable[[Aten, float], tuple[float, str]]
-    tf32: Collection[str] = ()
+    tf32: Callable[[Aten], bool] = lambda op: False
     layouts: dict[Node, Any] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
@@ -65,7 +65,7 @@ class Libraries:
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
-        theirs = price(alone, gpu, self.tf32)
+        theirs = price(alone, gpu, self.tf32(node))
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(_result(node).static_shape) * _result(node).dtype.size
             theirs += gpu.launch + 2 * size / gpu.memory
@@ -79,23 +79,8 @@ class Libraries:
         return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
     def laid_out(self, node: Node) -> Type:
-        """The type of a value with the strides it has in eager mode: what PyTorch itself says without running it."""
-        for x in topological([node], stop=self.layouts.__contains__):
-            if x in self.layouts:
-                continue
-            if isinstance(x, Aten) and row_by_row(x, [self.layouts[y] for y in x.children]):
-                self.layouts[x] = x.type
-            elif isinstance(x, Aten):
-                self.layouts[x] = tried(x.name, x.args, x.kwargs, self.layouts.__getitem__)
-            elif isinstance(x, Get):
-                several = self.layouts[x.x]
-                self.layouts[x] = several[x.index] if isinstance(several, tuple) else None
-            else:
-                self.layouts[x] = x.type  # type: ignore[attr-defined]
-        found, own = self.layouts[node], node.type  # type: ignore[attr-defined]
-        if not isinstance(found, Type) or (found.dtype, found.shape) != (own.dtype, own.shape):
-            return own  # type: ignore[no-any-return]
-        return found
+        """The type of a value with the strides it has in eager mode."""
+        return eager_type(node, self.layouts)
 
     def call(self, node: Aten, lowered: Aten) -> Any:
         """The call of an op, or its results where there are several. They, and arguments that are computed, lie as in
@@ -121,11 +106,33 @@ class Libraries:
         return moved(lowered, wanted.element_strides)  # type: ignore[arg-type]
 
 
+def eager_type(node: Node, layouts: dict[Node, Any]) -> Type:
+    """The type of a value with the strides it has in eager mode: what PyTorch itself says without running it. What it
+    said before is in `layouts`.
+    """
+    for x in topological([node], stop=layouts.__contains__):
+        if x in layouts:
+            continue
+        if isinstance(x, Aten) and row_by_row(x, [layouts[y] for y in x.children]):
+            layouts[x] = x.type
+        elif isinstance(x, Aten):
+            layouts[x] = tried(x.name, x.args, x.kwargs, layouts.__getitem__)
+        elif isinstance(x, Get):
+            several = layouts[x.x]
+            layouts[x] = several[x.index] if isinstance(several, tuple) else None
+        else:
+            layouts[x] = x.type  # type: ignore[attr-defined]
+    found, own = layouts[node], node.type  # type: ignore[attr-defined]
+    if not isinstance(found, Type) or (found.dtype, found.shape) != (own.dtype, own.shape):
+        return own  # type: ignore[no-any-return]
+    return found
+
+
 def _channels_last(op: Aten, given: Mapping[Node, Input]) -> Aten:
     """A convolution of such inputs, or a gradient of one, as our kernels find its images, where these are computed in
     16 bits: with channels last, whatever eager mode gives it. Other ops as they are.
     """
-    images = () if op.name not in (FORWARD, BACKWARD) else op.args[: 2 if op.name == BACKWARD else 1]
+    images = () if not is_convolution(op) else op.args[: 2 if op.name == BACKWARD else 1]
     found = dict(given)
     for x in images:
         kind = given[x].type
@@ -189,7 +196,7 @@ KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack
 
 def _in_16_bits(op: Aten) -> bool:
     """Whether an op is a convolution in 16 bits, or a gradient of one, whatever its images were made of."""
-    return op.name in (FORWARD, BACKWARD) and _result(op).dtype.size == 2
+    return is_convolution(op) and _result(op).dtype.size == 2
 
 
 def _widened(node: Node) -> bool:
@@ -235,19 +242,17 @@ def is_priced(op: Any) -> bool:
     return op.name in FAMILIES and library.reach(FAMILIES[op.name][0], _kind(op)) is not None
 
 
-def price(op: Any, gpu: Gpu, tf32: Collection[str] = ()) -> float:
-    """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, where some families are
-    computed in TF32.
-    """
+def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
+    """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, in TF32 or not."""
     family, operations = _family(op)
-    found = library.reach(family, _kind(op), family in tf32)
+    found = library.reach(family, _kind(op), tf32)
     if family == "convolution" and convolved(op)[1].type.rank == 5:
         found = library.reach("convolution in 3d", _kind(op)) or found
     assert found is not None
     made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
     needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does
     moved = sum(_bytes(x) for x in (*(y.type for y in _read(op)), *_results(op)))
-    around = _around(op, gpu, family in tf32) if family == "convolution" else 0.0
+    around = _around(op, gpu, tf32) if family == "convolution" else 0.0
     return library.price(found, gpu, needed, moved) + around
 
 
@@ -274,7 +279,7 @@ def _around(op: Any, gpu: Gpu, tf32: bool) -> float:
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
     """The family of an op with these arguments, and its operations."""
-    if op.name in (FORWARD, BACKWARD) and is_depthwise(convolved(op)):
+    if is_convolution(op) and is_depthwise(convolved(op)):
         x = convolved(op)[0].type
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
@@ -293,23 +298,15 @@ def convolved(op: Any) -> Sequence[Any]:
     return op.args[1:10] if op.name == BACKWARD else op.args  # type: ignore[no-any-return]
 
 
-CHANNELS_IN_TF32, WORK_IN_TF32 = 32, {False: 3e8, True: 1e9}
-"""Channels of an image and of a result, and operations, more of them for gradients, from which on cuDNN computes
-convolutions in float32 in TF32, where it may: all of those drawn at random; of smaller ones, and of those in groups, it
-computes about as many in float32 (benchmarks/fits/h200-tf32.json).
-"""
+def is_convolution(op: Any) -> bool:
+    """Whether an op is a convolution, or has its gradients."""
+    return op.name in (FORWARD, BACKWARD)
 
 
-def is_in_tf32(op: Any) -> bool:
-    """Whether cuDNN computes a convolution, or its gradients, in TF32 where that is allowed: of one group, of enough
-    channels and work, and, where it is transposed, without large strides.
-    """
-    args = convolved(op)
-    weights, stride, transposed, groups = args[1].type, args[3], args[6], args[8]
+def arithmetic(op: Any) -> float:
+    """The operations of a convolution, or of one of its gradients."""
     made = op.args[0].type if op.name == BACKWARD else _result(op)
-    large = _convolution(args, made, 1) >= WORK_IN_TF32[op.name == BACKWARD]
-    wide = min(weights.static_shape[:2]) >= CHANNELS_IN_TF32
-    return weights.dtype is f32 and large and wide and groups == 1 and not (transposed and max(stride) > 2)
+    return _convolution(convolved(op), made, 1)
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:

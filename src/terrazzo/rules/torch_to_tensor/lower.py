@@ -14,7 +14,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.engine import rewrite
 from terrazzo.rewrite.rule import Event, Log, Rule, rule
-from terrazzo.rules.torch_to_tensor.in_tf32 import in_tf32, is_rough
+from terrazzo.rules.torch_to_tensor.in_tf32 import in_tf32
 from terrazzo.rules.torch_to_tensor.library import Libraries, is_called
 from terrazzo.rules.torch_to_tensor.placed import Strides, laid_out, placed, typed
 
@@ -45,13 +45,14 @@ def lower(
     log: Log,
     show: Callable[[Any], str] | None = None,
     libraries: Libraries | None = None,
-    tf32: bool = False,
+    rough: Callable[[Any], Sequence[bool]] | None = None,
     strides: Sequence[Strides] = (),
     ordered: Mapping[int, Sequence[Strides]] = MappingProxyType({}),
 ) -> Program:
     """`program` in Tensor IR. Values keep the names and source lines of their ops. `show` adds texts to the events.
-    Ops that `libraries` are better at are called. Of products of convolutions the digits of `tf32` may do. Results lie
-    in memory with these `strides`, where they have any, and what calls with an order are given with those of `ordered`.
+    Ops that `libraries` are better at are called. Of results that are `rough`, products have the digits of TF32.
+    Results lie in memory with these `strides`, where they have any, and what calls with an order are given with those
+    of `ordered`.
     """
     wanted = {r: s for r, s in zip(program.results, strides, strict=False) if s}
     memo: dict[Node, Any] = {}
@@ -76,8 +77,8 @@ def lower(
         short = grown.of(node)
         names = {**program.names, short: name} if short is not node else program.names
         found = rewrite([short], rules, log=log, pass_name="torch_to_tensor", names=names, memo=memo, show=text)[0]
-        if tf32 and is_rough(node):
-            found = in_tf32(found, [memo[c] if c in memo else _got(c, memo) for c in node.children])
+        if rough and any(few := rough(node)):
+            found = in_tf32(found, few, [memo[c] if c in memo else _got(c, memo) for c in node.children])
         memo[node] = found
         if isinstance(found, Aten):
             log.add(_opaque_event(program, node, rules))
