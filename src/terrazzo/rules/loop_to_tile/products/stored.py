@@ -19,8 +19,10 @@ from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
 from terrazzo.rules.loop_to_tile.walked.crossed import copying
 
-MOST = 1 << 29
-"""Elements of an operand that is stored first, at most: patches that overlap are many times what the image is."""
+MOST = 1 << 32
+"""Elements of an operand that is stored first, at most: patches that overlap are many times what the image is. They are
+there in windows where that is much (`copies.py`).
+"""
 
 
 @dataclass(frozen=True)
