@@ -58,10 +58,11 @@ class CuDNN:
     def _asked(self, op: Any, key: str) -> tuple[bool, ...]:
         import torch
 
-        kinds = [x.type for x in (*op.children, *(op.result if isinstance(op.result, tuple) else [op.result])) if x]
+        results = op.result if isinstance(op.result, tuple) else (op.result,)
+        kinds: list[Type] = [*(x.type for x in op.children), *filter(None, results)]
         device = torch.device("cuda", self.index)
         free, _ = torch.cuda.mem_get_info(device)
-        if 4 * sum(math.prod(k.static_shape) for k in kinds) > ROOM * free:
+        if sum(math.prod(k.static_shape) * k.dtype.size for k in kinds) > ROOM * free:
             return ()
         try:
             found = answered(op, device)
