@@ -242,7 +242,10 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     """Lanes take neighbouring columns, each as many as 16 bytes have; warps, and lanes where columns are few, share
     the rows, of which a thread has several on their way.
 
-    Where results go along rows, lanes take a column each, and a thread stores several of its elements at once.
+    Where results go along rows, lanes take a column each, and a thread stores several of its elements at once. Where
+    rows begin anywhere, what a warp reads ends amid sectors, which the warp beside it in the block finds in the cache:
+    sums of 4096 rows of 4095 float32, 128 times, took 2632 us with all warps of a block sharing columns, 2485 with four
+    of eight side by side, 2364 with eight of 16, and 2175 with eight of 32 (H200, 28 November 2026).
     """
     rows, inner, top = parts(kernel)
     if (short := held(kernel, gpu)) is not None:
@@ -263,6 +266,8 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
     apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
+    if vector == 1 and lanes == WARP and vector_of(leaves(top), column) == 1 and count >= MANY * gpu.processors:
+        apart, share = 8, min(share, 4)
     threads = (*warps_of(share), *lanes_of(WARP // lanes))
     steps = [sum(vector * x.dtype.size for x in loaded([r]) if r.axes[-1] in x.free) for r in top]
     ahead = max(1, min(8 if vector > 1 else 16, FLYING // max(1, *steps)))
