@@ -46,13 +46,30 @@ REACH: dict[tuple[str, str], Reach] = {
         "its image's gradient, 460 for its weights'; transposed, 636 at 8 x 3 x 24 x 24 x 24, 5x5x5, to 128, 473, 930; "
         "0.16, 0.25, 0.12, 0.18, 0.24 and 0.12 of the rate",
     ),
+    ("forward in 3d", "f32"): Reach(
+        "f32", 0.28, 0.60, 5000, 4,
+        "cuDNN (28 November 2026): from 3 to 64 channels 1.85 ms at 16 x 64 x 64 x 64, 3x3x3, 9.93 at 3x5x7, 4.89 at "
+        "8 x 16 x 128 x 128, 3x5x7",
+    ),
+    ("transposed in 3d", "f32"): Reach("f32", 0.11, 0.60, 5000, 4, "41.2 ms at 16 x 32 x 32 x 32 x 32, 5x5x5, to 64"),
+    ("transposed in 3d", "tf32"): Reach(
+        "tf32", 0.06, 0.60, 5000, 16,
+        "9.0 ms at 8 x 48 x 64 x 64 x 64, 3x3x3, to 48 channels, 35.7 at 16 x 32 x 64 x 64 x 64, 3x5x5, to 64, 29.2 at "
+        "8 x 48 x 96 x 96 x 96, 3x3x3, to 24, 1.8 at 4 x 32 x 32 x 64 x 128, 3x3x3 with a stride of 2, to 32",
+    ),
     ("convolution", "f32"): Reach(
         "f32", 0.47, 0.60, 5000, 32,
         "cuDNN without TF32, on an H100 (27 November 2026): 253 us at 32 x 256 x 14 x 14, 3x3, 256 at 64 x 56 x 56, "
         "1015 at 4 x 320 x 64 x 64, 1305 at 8 x 256 x 64 x 64; 118 at 1x1, 256 to 1024 channels, 14 x 14",
     ),
     ("convolution", "tf32"): Reach(
-        "tf32", 0.52, 0.60, 5000, 32, "the same with TF32, with images turned: 48, 90, 162 and 212 us; 34 at 1x1"
+        "tf32", 0.52, 0.75, 5000, 32,
+        "the same with TF32, with images turned: 48, 90, 162 and 212 us; 34 at 1x1, and 3.52 ms for 12.9 GB",
+    ),
+    ("forward in rows", "tf32"): Reach(
+        "tf32", 0.20, 0.30, 5000, 16,
+        "large images as they lie, with nothing turned (28 November 2026): 6.73 ms at 16 x 16 x 1024 x 1024, 3x3, to "
+        "128 channels, 2.33 at 32 x 64 x 131072, 3, to 128, 9.87 at 64 x 64 x 524280, 3 with a stride of 3, to 128",
     ),
     ("image turned", "tf32"): Reach("f32", 1.0, 0.45, 0, 1, "as in 16 bits; fits 380 us at 8 x 64 x 224 x 224, 3x3"),
     ("image turned", "16"): Reach(

@@ -245,36 +245,44 @@ def is_priced(op: Any) -> bool:
 def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, in TF32 or not."""
     family, operations = _family(op)
-    found = library.reach(family, _kind(op), tf32)
-    if family == "convolution" and convolved(op)[1].type.rank == 5:
-        found = library.reach("convolution in 3d", _kind(op)) or found
-    assert found is not None
-    made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
-    needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does
     moved = sum(_bytes(x) for x in (*(y.type for y in _read(op)), *_results(op)))
-    around = _around(op, gpu, tf32) if family == "convolution" else 0.0
-    return library.price(found, gpu, needed, moved) + around
+    made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
+
+    def taken(name: str) -> float:
+        """What it takes by the record of this name; infinitely long where there is none."""
+        if (found := library.reach(name, _kind(op), tf32)) is None:
+            return math.inf
+        needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does
+        return library.price(found, gpu, needed, moved)
+
+    if family != "convolution":
+        return taken(family)
+    turned, added = _around(op, gpu, tf32)
+    kind = "gradient" if op.name == BACKWARD else "transposed" if convolved(op)[6] else "forward"
+    names = [f"{kind} in 3d", "convolution in 3d", family] if convolved(op)[1].type.rank == 5 else [family]
+    usual = next(t for t in map(taken, names) if t < math.inf) + turned
+    return min(usual, taken("forward in rows") if kind == "forward" and len(names) == 1 else math.inf) + added
 
 
 def _bytes(kind: Type) -> int:
     return math.prod(kind.static_shape) * kind.dtype.size
 
 
-def _around(op: Any, gpu: Gpu, tf32: bool) -> float:
+def _around(op: Any, gpu: Gpu, tf32: bool) -> tuple[float, float]:
     """What other kernels take around that of a convolution: those that bring channels to the end and back for tensor
-    cores, where they come first and it is more than a product of pixels, and one that adds the bias.
+    cores, where they come first and it is more than a product of pixels; and one that adds the bias.
     """
     x, w, bias, stride, padding, _, transposed, _, groups = convolved(op)
     dtype, back = _kind(op), op.name == BACKWARD
     last = x.type.rank > 2 and x.type.shape[1] != 1 and x.type.element_strides[1] == 1
     plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
-    found = 0.0
+    around = added = 0.0
     if (turned := library.reach("image turned", dtype, tf32)) and not last and (back or transposed or not plain):
         images = [y for y in (*(z.type for z in _read(op)), *_results(op)) if y.shape != w.type.shape]
-        found += library.price(turned, gpu, 0.0, 2 * sum(map(_bytes, images)))
-    if bias is not None and not back and (added := library.reach("bias", dtype)):
-        found += library.price(added, gpu, 0.0, 2 * _bytes(_result(op)))
-    return found
+        around = library.price(turned, gpu, 0.0, 2 * sum(map(_bytes, images)))
+    if bias is not None and not back and (known := library.reach("bias", dtype)):
+        added = library.price(known, gpu, 0.0, 2 * _bytes(_result(op)))
+    return around, added
 
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
