@@ -47,7 +47,7 @@ REACH: dict[tuple[str, str], Reach] = {
         "0.16, 0.25, 0.12, 0.18, 0.24 and 0.12 of the rate",
     ),
     ("forward in 3d", "f32"): Reach(
-        "f32", 0.28, 0.60, 5000, 4,
+        "f32", 0.28, 0.60, 5000, 1,
         "cuDNN (28 November 2026): from 3 to 64 channels 1.85 ms at 16 x 64 x 64 x 64, 3x3x3, 9.93 at 3x5x7, 4.89 at "
         "8 x 16 x 128 x 128, 3x5x7",
     ),

@@ -259,9 +259,11 @@ def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
         return taken(family)
     turned, added = _around(op, gpu, tf32)
     kind = "gradient" if op.name == BACKWARD else "transposed" if convolved(op)[6] else "forward"
-    names = [f"{kind} in 3d", "convolution in 3d", family] if convolved(op)[1].type.rank == 5 else [family]
-    usual = next(t for t in map(taken, names) if t < math.inf) + turned
-    return min(usual, taken("forward in rows") if kind == "forward" and len(names) == 1 else math.inf) + added
+    if convolved(op)[1].type.rank < 5:
+        return min(taken(family) + turned, taken(f"{kind} in rows")) + added
+    if (whole := taken(f"{kind} in 3d")) < math.inf:  # images are turned in what was measured, too
+        return whole + added
+    return taken("convolution in 3d" if taken("convolution in 3d") < math.inf else family) + turned + added
 
 
 def _bytes(kind: Type) -> int:
@@ -313,8 +315,7 @@ def is_convolution(op: Any) -> bool:
 
 def arithmetic(op: Any) -> float:
     """The operations of a convolution, or of one of its gradients."""
-    made = op.args[0].type if op.name == BACKWARD else _result(op)
-    return _convolution(convolved(op), made, 1)
+    return _convolution(convolved(op), op.args[0].type if op.name == BACKWARD else _result(op), 1)
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:
@@ -323,8 +324,7 @@ def is_depthwise(args: Sequence[Any]) -> bool:
 
 
 def _kind(op: Any) -> str:
-    tensors = _tensors(op.args)
-    return str(tensors[0].type.dtype.name) if tensors else ""
+    return next((str(x.type.dtype.name) for x in _tensors(op.args)), "")
 
 
 def _result(op: Any) -> Type:
