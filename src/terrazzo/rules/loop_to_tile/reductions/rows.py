@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Expr, Mod
 from terrazzo.ir.node import topological
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
 from terrazzo.rules.loop_to_tile.walked.threads import ordered, size_of, step
@@ -91,3 +93,10 @@ def reducing(body: Sequence[n.Statement]) -> Iterator[n.Loop]:
 def leaves(reduces: Sequence[l.Reduce]) -> list[Any]:
     """What reductions combine."""
     return [a for r in reduces for a in r.args]
+
+
+def run(r: l.Reduce) -> int:
+    """How many elements of a row lie side by side: those of a window are rows of an image."""
+    places = [flatten(x.index, x.buffer.type.element_strides) for x in loaded([r])]
+    digits = [e for e in topological([p for p in places if isinstance(p, Expr)]) if isinstance(e, Mod)]
+    return min((e.b for e in digits if e.a == r.axes[-1] and isinstance(e.b, int)), default=size_of(r.axes[-1]))
