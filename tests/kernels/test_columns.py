@@ -254,3 +254,24 @@ def test_what_is_read_once_for_a_row_is_no_column() -> None:
     args = x(32, dtype=torch.float32), x(32, 65536, dtype=torch.float32)
     found = lowering(capture(fn, args).program, Options(target="sm_90a"), Log()).at("kernel")
     assert found.steps[-1].grid >= 132
+
+
+@pytest.mark.parametrize(("columns", "apart"), [(4095, True), (4096, False)])
+def test_columns_of_rows_that_begin_anywhere_lie_side_by_side_in_a_block(columns: int, apart: bool) -> None:
+    """What one warp reads ends amid sectors, which the next one finds in the cache."""
+    given = (torch.empty(80, 512, columns, device="meta"),)
+    ((_, schedule),) = lowering(
+        capture(lambda x: x.sum(1), given, {}).program, Options(target="sm_90a", libraries="never")
+    ).at("tile").schedules  # fmt: skip
+    assert any(f.level == "warp" and f.size == 8 for _, line in schedule.axes for f in line) == apart
+
+
+def test_sums_of_columns_side_by_side_are_right() -> None:
+    given = x(32, 33, 259, dtype=torch.float32)
+    text = """\
+with schedule("sum_1", target="sm_90a"):
+    a0 = grid(33) * warp(8) * lane(32)
+    with site("acc0"):
+        r0 = time(1) * reg(9) * warp(4)
+"""
+    pinned(lambda x: x.sum(1), (given,), text)

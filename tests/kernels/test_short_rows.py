@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import torch
 from tests.kernels.programs import lowered
 
+from terrazzo.front.capture import capture
 from terrazzo.ir.schedule import Like
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,21 @@ def test_short_rows(fn: Any, rows: int, length: int, dtype: torch.dtype, lanes: 
     close = 2.0**-7 if found.fn(*args).dtype is torch.bfloat16 else 1e-4
     right = fn(*(a.double() for a in args)).numpy()
     np.testing.assert_allclose(np.asarray(ours, np.float64), right, rtol=close, atol=close)
+
+
+def test_lanes_share_windows_by_their_rows() -> None:
+    """Of windows no more than lie side by side; not of whole images, which are rows of memory as they are."""
+    images = torch.empty(64, 256, 176, 176, device="meta")
+    for size, lanes in ((11, 8), (176, 32)):
+        program = capture(partial(torch.nn.functional.avg_pool2d, kernel_size=size), (images,), {}).program
+        ((_, schedule), *_) = lowering(program, Options(target="sm_90a", libraries="never")).at("tile").schedules
+        bound = [b for s in schedule.sites for _, b in s.axes if not isinstance(b, Like)]
+        assert {f.size for b in bound for f in b if f.level == "lane"} == {lanes}
+
+
+def test_shared_windows_are_right() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(8, 18, 121, 121)
+    found = lowered(lambda x: torch.nn.functional.avg_pool2d(x * 1, 11), (x,), "sm_90a")
+    (ours,) = found.simulated()
+    np.testing.assert_allclose(ours, torch.nn.functional.avg_pool2d(x.double(), 11).numpy(), rtol=1e-4, atol=1e-5)
