@@ -339,7 +339,7 @@ class Result(Line, dialect="plan", op="result"):
 
     `put` brings them there ("stmatrix" or "st"), `by` takes them away ("tma", or "ld" for 16 bytes a thread); `by_axes`
     is as for a stream. Rows may be points of several axes, a `box`. A slab that is `turned` has the tile's columns as
-    its rows.
+    its rows, in panels of `panel` of the tile's rows where these are longer than the widest swizzle.
     """
 
     references = {"agent": "agent", "rows": AXIS, "columns": AXIS, "box": AXIS}
@@ -357,6 +357,7 @@ class Result(Line, dialect="plan", op="result"):
     by_axes: bool = False
     box: tuple[str, ...] = ()
     turned: bool = False
+    panel: int = 0
 
 
 class Limit(Line, dialect="plan", op="limit"):

@@ -45,7 +45,7 @@ from terrazzo.rules.tile.overlap import freed_late, lags, may_fall_behind, may_t
 from terrazzo.rules.tile.products import box, place, promoted
 from terrazzo.rules.tile.reach import skip_steps
 from terrazzo.rules.tile.rescue import rescue_sums
-from terrazzo.rules.tile.results import aligned, combination, height, is_turned, jammed, no_boxes, runs_along
+from terrazzo.rules.tile.results import aligned, combination, height, is_turned, jammed, no_boxes, panelled, runs_along
 from terrazzo.rules.tile.rings import (
     brought,
     held_slots,
@@ -366,7 +366,9 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     times = math.prod(f.size for f in draft.schedule.binding(draft.site(line.store), line.columns) if f.level == "time")
     fits = line.width > 0 and length % line.width == 0 and line.width % 8 == 0 and times in (1, length // line.width)
     need(fits, f"{length} columns are no subtiles of {line.width}")
-    row = size * (height(draft, product) if line.turned else line.width)
+    panel = panelled(draft, product, size) if line.turned else 0
+    need(line.panel == panel, f"its panels are of {panel} rows")
+    row = size * (panel or (height(draft, product) if line.turned else line.width))
     need(line.swizzle in (0, row) and line.swizzle <= 128, f"rows of {row} bytes are not swizzled by {line.swizzle}")
     need(line.slots >= 1 and line.pad >= 0, "it has a slot at least, and no negative pad")
     need(line.by in ("ld", "tma"), f"results leave by ld or by tma, not by {line.by!r}")
@@ -377,7 +379,7 @@ def _gathers(line: Result, store: l.Store, plan: Plan, draft: Draft) -> None:
     need(line.by == "tma" or not line.by_axes, "by_axes is said of boxes")
     if line.by == "tma":
         need(not (why := no_boxes(line, store, draft, product)), why)
-    need(not line.turned or (line.put, line.by) == ("stmatrix", "tma"), "stmatrix turns matrices, which leave by TMA")
+    need(not line.turned or line.by == "tma", "results that are turned leave by TMA")
     matrices = draft.gpu.number >= 90 and size == 2
     need(
         line.put == "st" or (line.put == "stmatrix" and matrices),

@@ -126,7 +126,7 @@ def _put(value: str, slab: str, product: Product, put: str, along: str = "n") ->
     assert instruction is not None
     layout = instruction.d.layout
     if put == "st":
-        return Convert(value, slab, "st", str(_part(layout, 1)))
+        return Convert(value, slab, "st", str(_part(layout, int(along == "n"))))  # registers side by side have columns
     for move in sorted(ldmatrix.INSTRUCTIONS, key=lambda x: -x.count):
         some = _part(layout, move.count.bit_length())
         if move.store and move.rows(some, along) is not None:

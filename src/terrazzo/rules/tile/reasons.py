@@ -57,7 +57,7 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
         if r.slab:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)
             product = next(p for p in plan.all(Product) if p.n == r.columns)
-            row = size * (height(draft, product) if r.turned else r.width)
+            row = size * (r.panel or (height(draft, product) if r.turned else r.width))
             yield "swizzle", f"{r.slab}: {r.put} writes {_pieces(row, r.pad * size, r.swizzle)}"
 
 

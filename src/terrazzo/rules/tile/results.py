@@ -10,6 +10,7 @@ from terrazzo.hw import tma
 from terrazzo.hw.products import warps
 from terrazzo.ir.address import coefficient, divides, flatten
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.layout import HARDWARE
 from terrazzo.ir.node import substitute
 from terrazzo.ir.plan import EVERYONE, Agent, Align, Combine, Jam, Keep, Plan, Product, Result, Stream
 from terrazzo.ir.schedule import Factor, Like, Named, Site, Word
@@ -22,6 +23,8 @@ from terrazzo.rules.tile.draft import Draft, axis_name
 
 EIGHT = 8
 """Columns that every instruction of a warpgroup has a multiple of."""
+WIDE = max(HARDWARE)
+"""Bytes of the widest swizzle."""
 
 
 @rule(keys=(Plan,))
@@ -69,7 +72,8 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     length = draft.length(columns, draft.site(product.sites[0]))
     (swizzle, pad), by = draft.spread(name, options), options.get("by", "ld")
     width = length // math.prod(f.size for f in times) if turned else _width(draft, site, s, columns, length)
-    row = (height(draft, product) if turned else width) * size
+    panel = panelled(draft, product, size) if turned else 0
+    row = (panel or (height(draft, product) if turned else width)) * size
     if swizzle is None:
         swizzle = row if swizzled(row) == row else 0
     need(length % width == 0 and width % 8 == 0, f"{name}: {length} columns are no subtiles of {width}")
@@ -79,14 +83,11 @@ def _gathered(plan: Plan, draft: Draft, site: Site, s: l.Store, agent: str) -> R
     need(by == "ld" or not pad, f"{name}: TMA leaves no room between rows")
     slots = max([1, *(v for f in times if isinstance(v := draft.option(f, "ring", 1), int))])
     put = "stmatrix" if draft.gpu.number >= 90 and size == 2 else "st"
-    need(
-        not turned or (put == "stmatrix" and by == "tma"),
-        f"{name} is contiguous along {product.m}: matrices are turned by stmatrix, and leave by TMA",
-    )
-    sizes = parts(draft, product, width, turned)
+    need(not turned or by == "tma", f"{name} is contiguous along {product.m}: results that are turned leave by TMA")
+    sizes = parts(draft, product, width, turned, panel)
     boxes = box(s, sizes, None, (), draft.beyond(sizes, draft.site(product.sites[0]))) if by == "tma" else ""
     by_axes = not isinstance(boxes, str) and boxes.by_axes
-    args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box, turned)
+    args = (product.m, product.n, width, slots, swizzle, pad, put, by, by_axes, product.box, turned, panel)
     line = Result(name, agent, f"{name}_s", *args)
     why = no_boxes(line, s, draft, product) if by == "tma" else ""
     need(not why, f"{name}: {why}")
@@ -114,18 +115,28 @@ def height(draft: Draft, product: Product) -> int:
     return draft.length(rows, site) // groups
 
 
-def parts(draft: Draft, product: Product, width: int, turned: bool = False) -> dict[Any, int]:
-    """What a subtile of so many columns has of the axes of a product's tile, columns last, or first where `turned`."""
+def panelled(draft: Draft, product: Product, size: int) -> int:
+    """Of how many rows a panel of turned results is, whose elements have so many bytes: as many as the widest swizzle
+    spans, where there are more; else 0.
+    """
+    rows = height(draft, product)
+    return WIDE // size if rows * size > WIDE and rows * size % WIDE == 0 else 0
+
+
+def parts(draft: Draft, product: Product, width: int, turned: bool = False, panel: int = 0) -> dict[Any, int]:
+    """What a box of so many columns has of the axes of a product's tile, columns last, or first where `turned`, with
+    all rows or those of a panel.
+    """
     site, named = draft.site(product.sites[0]), {axis_name(a): a for a in draft.kernel.axes}
     if turned:
-        return {named[product.n]: width, named[product.m]: height(draft, product)}
+        return {named[product.n]: width, named[product.m]: panel or height(draft, product)}
     rows = {named[x]: draft.length(named[x], site) for x in product.box or (product.m,)}
     return {**rows, named[product.n]: width}
 
 
 def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> str:
     """Why the subtiles of a store are no boxes that TMA takes away, or nothing."""
-    sizes = parts(draft, product, line.width, line.turned)
+    sizes = parts(draft, product, line.width, line.turned, line.panel)
     found = box(store, sizes, line.by_axes, (), draft.beyond(sizes, draft.site(product.sites[0])))
     if isinstance(found, str):
         return found

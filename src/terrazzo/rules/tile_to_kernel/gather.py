@@ -144,10 +144,8 @@ class Gather:
         where the results will be.
         """
         dtype = tile.store.buffer.type.dtype
-        move = _way(next(c for c in self.bindings.plan.all(Convert) if c.to == tile.line.slab))[1]
         known = all(p.axis in x.free for p in tile.rows)
-        boxes = tile.line.by == "tma" and move is not None and tile.line.width * dtype.size % WIDEST == 0
-        boxes = boxes and not tile.line.turned
+        boxes = tile.line.by == "tma" and tile.line.width * dtype.size % WIDEST == 0 and not tile.line.turned
         return known and boxes and x.dtype is dtype and self.whole(tile, x, WIDEST // dtype.size)
 
     def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
@@ -233,9 +231,11 @@ class Gather:
             for x, o in operands.items():
                 known[x] = l.Load(o.place, (c % o.place.type.static_shape[0], q * group + e))
                 if o.rows:
-                    assert move is not None
                     mine = self.builder.registers("g", x.dtype, (group,))
-                    self.builder.add(k.LoadMatrix(move.reverse, mine, (0,), tile.place, there))
+                    if move is not None:
+                        self.builder.add(k.LoadMatrix(move.reverse, mine, (0,), tile.place, there))
+                    else:
+                        self.builder.add(k.Move(mine, (0,), tile.place, there, group))
                     known[x] = l.Load(mine, (e,))
             self.builder.loops([(e, True)], lambda: self.value(tile, held, e, first + e, known))
             if move is not None:
@@ -253,6 +253,8 @@ class Gather:
         else:  # slots go on from tile to tile
             number = c if wave is None else wave * (tile.length(tile.columns) // width) + c
             slot, column = number % tile.line.slots, column - c * width
+        if panel := tile.line.panel:
+            return self.bindings.place, slot, row // panel, column, row % panel
         return (self.bindings.place, slot, *((column, row) if tile.line.turned else (row, column)))
 
     def value(
@@ -282,14 +284,16 @@ class Gather:
 
     def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
-        sizes = {p.axis: tile.length(p) for p in tile.rows} | {tile.columns.axis: tile.line.width}
+        panel = tile.line.panel
+        sizes = {p.axis: panel or tile.length(p) for p in tile.rows} | {tile.columns.axis: tile.line.width}
         found = box(tile.store, sizes, tile.line.by_axes, sizes)
         assert not isinstance(found, str)
         view = found.place.tensor if found.place.tensor is not tile.store.buffer.type else None
         for c in subtiles:
-            to = tile.index(found.place.index, 0, c * tile.line.width)
-            place = (*self.at(tile, c, 0, c * tile.line.width)[:2], 0, 0)
-            self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, found.sides, "", view))
+            for row in range(0, tile.height, panel or tile.height):
+                to = tile.index(found.place.index, row, c * tile.line.width)
+                place = (*self.at(tile, c, row, c * tile.line.width)[:-2], 0, 0)
+                self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, found.sides, "", view))
         self.builder.add(k.Commit("bulk"))
 
     def copy(self, tile: _Tile, c: IntExpr) -> None:
@@ -438,7 +442,9 @@ def result_place(builder: Builder, line: Result, store: l.Store, groups: int, fr
     )
     slots = width // line.width if at_once(columns) else line.slots
     down, across = (line.width, height) if line.turned else (height, line.width)
+    panels = (across // line.panel,) if line.panel else ()
+    across = line.panel or across
     row = across + line.pad
     strides = (slots * down * row, down * row, row, 1)
-    kind = Type(store.buffer.type.dtype, (groups, slots, down, across), strides if line.pad else None)
+    kind = Type(store.buffer.type.dtype, (groups, slots, *panels, down, across), strides if line.pad else None)
     return builder.memory(line.slab, kind, line.swizzle)
