@@ -24,10 +24,10 @@ from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, product
 from terrazzo.rules import access
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.products.leaving import RESULTS
+from terrazzo.rules.loop_to_tile.products.leaving import RESULTS, gathers, narrowest
 from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
-from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, results
+from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, SCATTERED, WORD, results, scatter
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts
@@ -84,14 +84,14 @@ class Moved:
         return self.images[0]
 
     @property
-    def gathers(self) -> bool:
-        """Whether results of 16 bits lie side by side along the columns, so that they may leave as boxes."""
-        return all(_along(s, self.columns) and s.buffer.type.dtype.size == 2 for s in self.kernel.stores)
+    def beside(self) -> bool:
+        """Whether results lie side by side along the columns."""
+        return all(_along(s, self.columns) for s in self.kernel.stores)
 
     def gathered(self, tile: Tile) -> bool:
-        """Whether those of a tile leave as boxes, through shared memory."""
-        sides = (*zip(self.rows, tile.box, strict=True), (self.columns, _width(tile)))
-        return self.gathers and all(_is_box(s, sides) for s in self.kernel.stores)
+        """Whether the results of a tile leave as boxes, through shared memory."""
+        sides = (*zip(self.rows, tile.box, strict=True), (self.columns, _width(tile, narrowest(self.whole))))
+        return self.beside and gathers(self.whole) and all(_is_box(s, sides) for s in self.kernel.stores)
 
     @property
     def step(self) -> int:
@@ -230,7 +230,7 @@ def _boxes(count: int, extents: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _slots(x: Moved, tile: Tile, gpu: Gpu) -> int:
-    results = RESULTS * tile.m * _width(tile) * 2 * len(set(x.kernel.writes))
+    results = RESULTS * tile.m * sum(_width(tile, size) * size for size in (b.type.dtype.size for b in x.kernel.writes))
     return min(SLOTS, (gpu.shared - 2048 - results) // _held(x, tile))
 
 
@@ -259,7 +259,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         held=_held(x, tile),
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
-        rate=has.gathered if x.gathered(tile) else _direct(x, has),
+        rate=has.gathered if x.gathered(tile) else _direct(x, gpu, has),
         least=least,
         extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
         depth=x.step,
@@ -277,19 +277,21 @@ def _brought(x: Moved, tile: Tile) -> float:
     return ROW * across * tile.m * len(x.images)
 
 
-def _direct(x: Moved, has: Warpgroups) -> float:
+def _direct(x: Moved, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond that leave a block's registers: a thread's two columns together, or alone."""
-    size = min(s.buffer.type.dtype.size for s in x.kernel.stores)
+    if scatter(x.whole):
+        return SCATTERED / gpu.processors
+    size = narrowest(x.whole)
     if size > 2:
         return has.direct
-    return has.direct * size / 4 if x.gathers else ALONE
+    return has.direct * size / WORD if x.beside else ALONE
 
 
 def _scattered(x: Moved, tile: Tile) -> float:
     """Nanoseconds in which all sectors are stored that a warp fills in part, where results leave from registers: its
     lanes and their two rows go along the rows of a box. Those of rows that begin anywhere may reach one sector more.
     """
-    if x.gathers or sum(size * points for size, points, _ in _stored(x)) < CACHED:
+    if x.beside or sum(size * points for size, points, _ in _stored(x)) < CACHED:
         return 0.0
     places = list(itertools.islice(itertools.product(*map(range, tile.box)), ROWS // 4))
     found = 0.0
@@ -373,23 +375,23 @@ def _rows(t: Tile) -> list[tuple[Factor, ...]]:
     return out
 
 
-def _width(t: Tile) -> int:
-    """Columns of a subtile of results: a power of two, as swizzles are."""
-    return min(t.n & -t.n, 64)
+def _width(t: Tile, size: int) -> int:
+    """Columns of a subtile of results of so many bytes: a power of two, as swizzles are."""
+    return min(t.n & -t.n, LINE // size)
 
 
 def _results(x: Moved, t: Tile, gathered: bool) -> Sequence[Site]:
     """How stores see the tile."""
-    names = tuple(dict.fromkeys(b.name for b in x.kernel.writes))
     if not gathered:
+        names = tuple(dict.fromkeys(b.name for b in x.kernel.writes))
         return (Site(names, tuple((a.name, Like(x.name)) for a in (*x.rows, x.columns))),)
-    width = _width(t)
+    return [_site(b, x, t) for b in dict.fromkeys(x.kernel.writes)]
+
+
+def _site(b: l.Buffer, x: Moved, t: Tile) -> Site:
+    """How the store to a buffer sees the tile whose subtiles gather."""
+    size = b.type.dtype.size
+    width = _width(t, size)
+    place = Operand("smem", (("by", "tma"), ("swizzle", swizzled(size * width))))
     time = Factor("time", t.n // width, (("ring", RESULTS),))
-    return [
-        Site(
-            (name,),
-            ((x.columns.name, (time, Factor("block", width))),),
-            ((name, Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * width))))),),
-        )
-        for name in names
-    ]
+    return Site((b.name,), ((x.columns.name, (time, Factor("block", width))),), ((b.name, place),))

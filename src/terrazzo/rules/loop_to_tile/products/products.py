@@ -18,7 +18,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.products.results import partly_stored, results
+from terrazzo.rules.loop_to_tile.products.results import apart, partly_stored, results
 from terrazzo.rules.loop_to_tile.products.warpgroups import after
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid, size_of, step, vector_of
 from terrazzo.rules.swizzles import swizzled
@@ -343,7 +343,7 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     if has and not by:  # what boxes bring from beyond the ends of operands, as in `warpgroups`
         m, n = -p.m.extent % t.m * down, -p.n.extent % t.n * beside
         time += batch * depth * size * (m * ceil(p.n.extent, t.n) + n * ceil(p.m.extent, t.m)) / gpu.memory
-    time += 0.75 * results(p).moved / gpu.memory + (0.0 if kind else _scattered(t, p) / gpu.cache) + partly_stored(p)
+    time += 0.75 * results(p).moved / gpu.memory + (apart(p, gpu) if kind else _scattered(t, p, gpu)) + partly_stored(p)
     time += busiest * pieces * after(p, ceil(results(p).points, blocks), has) if has else _computing(p, gpu)
     if pieces > 1:
         time += has.part if has else gpu.launch
@@ -373,10 +373,10 @@ def _starved(t: Tile, count: int, down: int, beside: int) -> float:
     return max(1.0, 2 * (down * ceil(m, 4) + beside * ceil(n, 4)) / (count * m * n / 4))
 
 
-def _scattered(t: Tile, p: Product) -> float:
-    """Bytes that go to the cache again and again where threads of CUDA cores have vectors of results and memory has
-    none: a store of a warp touches all sectors of its rows then, for one element of each vector. 2000 products of 49 x
-    32 x 49 in float32 took 40 us in tiles of 64 x 64, which have such vectors, and 25 in others (H100).
+def _scattered(t: Tile, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds in which bytes go to the cache again and again where threads of CUDA cores have vectors of results
+    and memory has none: a store of a warp touches all sectors of its rows then, for one element of each vector. 2000
+    products of 49 x 32 x 49 in float32 took 40 us in tiles of 64 x 64, which have such vectors, 25 in others (H100).
     """
     found, points = 0.0, math.prod(size_of(a) for a in p.kernel.axes)
     for s in p.kernel.stores if t.inner == 1 else ():
@@ -384,7 +384,7 @@ def _scattered(t: Tile, p: Product) -> float:
             each = min(size // warps // lanes, 4)
             if (run := _run(s, a)) is not None and run < each:
                 found += each * s.buffer.type.dtype.size * points
-    return found
+    return found / gpu.cache
 
 
 @lru_cache(maxsize=4096)

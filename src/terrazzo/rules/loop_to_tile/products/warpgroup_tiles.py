@@ -13,8 +13,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
 from terrazzo.ir.sites import Product, called
 from terrazzo.rules.loop_to_tile.products.making import MADE_WAVES, converted, promotes
-from terrazzo.rules.loop_to_tile.products.results import along, results
-from terrazzo.rules.loop_to_tile.products.work import STEP, facts_of
+from terrazzo.rules.loop_to_tile.products.results import along, results, scatter
+from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, facts_of
 from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
 SHORT = 256
@@ -36,8 +36,6 @@ FEWEST = 16
 """Elements of k that an instruction takes."""
 GROUP = 8
 """Rows of tiles that are walked together, at most."""
-WIDE = 64
-"""Columns of a subtile of results, at most."""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -68,7 +66,8 @@ class Tile:
 
     `rows` and `columns` are the product's axes that the instruction's are; a cluster of two divides the `split` one.
     Or the blocks of a cluster have the same tile, and `share` its steps. With `turns` a second warpgroup has a tile of
-    its own, and multiplies while the first one stores.
+    its own, and multiplies while the first one stores. Results that may gather in shared memory leave registers where
+    they are `direct`.
     """
 
     rows: Any
@@ -81,6 +80,7 @@ class Tile:
     share: int = 1
     abreast: int = 1
     turns: bool = False
+    direct: bool = False
 
     @derived
     def m(self) -> int:
@@ -106,11 +106,10 @@ class Tile:
             d for d in range(self.share, 0, -1) if self.share % d == 0 and (self.n % (d * LEAST) == 0 or d == 1)
         )
 
-    @derived
-    def width(self) -> int:
-        """Columns of a subtile of results: a power of two, as swizzles are."""
+    def width(self, size: int) -> int:
+        """Columns of a subtile of results of so many bytes: a power of two, as swizzles are, and a line at most."""
         part = self.n // self.parts
-        return min(part & -part, WIDE)
+        return min(part & -part, LINE // size)
 
     @derived
     def group(self) -> tuple[int, int]:
@@ -151,12 +150,13 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
             if any(w not in (16, 32) and w % STEP for w in _run_lengths(p, rows, columns, tile.m, n, tile.k)):
                 continue
-            yield tile
-            if n <= NARROW and _lengthens(p, 2 * tile.k):
-                yield replace(tile, k=2 * tile.k)
-            for split in () if made or _called_alike(p) else (rows, columns):  # what threads read is their block's
-                if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
-                    yield Tile(rows, columns, groups, each, n, tile.k, split, turns=turns)
+            for way in (tile, replace(tile, direct=True)) if scatter(p) and not turns else (tile,):
+                yield way
+                if n <= NARROW and _lengthens(p, 2 * tile.k):
+                    yield replace(way, k=2 * tile.k)
+                for split in () if made or _called_alike(p) else (rows, columns):  # what threads read is their block's
+                    if ceil(split.extent, tile.covered(split)) % 2 == 0 and _shares(tile, split):
+                        yield replace(way, split=split)
 
 
 def _called_alike(p: Product) -> bool:

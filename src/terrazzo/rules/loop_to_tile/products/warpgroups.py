@@ -21,7 +21,7 @@ from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
 from terrazzo.rules.loop.precision.number_parts import every_digit
-from terrazzo.rules.loop_to_tile.products.leaving import RESULTS, leaves, result_rate, result_sites
+from terrazzo.rules.loop_to_tile.products.leaving import leaves, narrowest, result_bytes, result_rate, result_sites
 from terrazzo.rules.loop_to_tile.products.making import (
     BEFORE,
     BEHIND,
@@ -39,7 +39,6 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     GROUP,
     LEAST,
     ROWS,
-    WIDE,
     Tile,
     abreast,
     cuts,
@@ -49,7 +48,7 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     step,
     steps,
 )
-from terrazzo.rules.loop_to_tile.products.work import STEP, Work, clock, facts_of, lasts
+from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, clock, facts_of, lasts
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
@@ -163,7 +162,7 @@ def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
     fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
     with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
     """
-    wide = tile.width == WIDE or not _reads(p)
+    wide = tile.width(narrowest(p)) * narrowest(p) == LINE or not _reads(p)
     return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
 
 
@@ -267,7 +266,7 @@ def _bytes(p: Product, tile: Tile) -> int:
 def _slots(p: Product, tile: Tile, gpu: Gpu) -> int:
     """Of a ring, beside results on their way, or in their place where they leave registers."""
     size, room, rows = _bytes(p, tile), gpu.shared - 2048, tile.m * tile.teams // tile.groups
-    found = min(SLOTS, (room - RESULTS * rows * tile.width * 2 * len(set(p.kernel.writes))) // size)
+    found = min(SLOTS, (room - result_bytes(p, tile, rows)) // size)
     if not leaves(p, tile):
         found = max(found, min(SLOTS if promotes(p) else ENOUGH, room // size))
     given = tile.m * tile.n * 4 * len(p.sites) if tile.share > 1 else 0  # where the slabs were, or behind them
@@ -297,7 +296,7 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
-        rate=result_rate(p, tile, has) * tile.parts,
+        rate=result_rate(p, tile, gpu, has) * tile.parts,
         least=facts_of(p).bytes + results(p).moved,
         extra=_extra(p, tile, gpu),
         depth=tile.k,
