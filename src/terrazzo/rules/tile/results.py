@@ -100,37 +100,45 @@ def runs_along(store: l.Store, axis: Any) -> bool:
 
 
 def is_turned(draft: Draft, product: Product, store: l.Store) -> bool:
-    """Whether a store's memory runs along the rows of a product's tile, and not along its columns."""
+    """Whether a store's memory runs along the rows of a product's tile (in a box along the innermost of their axes),
+    and not along its columns.
+    """
     named = {axis_name(a): a for a in draft.kernel.axes}
-    if product.box or runs_along(store, named[product.n]):
-        return False
-    return runs_along(store, named[product.m])
+    inner = named[(product.box or (product.m,))[-1]]
+    return not runs_along(store, named[product.n]) and runs_along(store, inner)
 
 
 def height(draft: Draft, product: Product) -> int:
     """Rows of a product's tile that a warpgroup has, or all warps."""
-    site = draft.site(product.sites[0])
-    rows = next(a for a in draft.kernel.axes if axis_name(a) == product.m)
-    groups = math.prod(f.size for f in draft.binding(rows, site) if f.level == "warpgroup")
-    return draft.length(rows, site) // groups
+    return math.prod(_sides(draft, product).values())
 
 
 def panelled(draft: Draft, product: Product, size: int) -> int:
-    """Of how many rows a panel of turned results is, whose elements have so many bytes: as many as the widest swizzle
-    spans, where there are more; else 0.
+    """Of how many rows a panel of turned results is, whose elements have so many bytes: those that lie side by side in
+    memory, and as many as the widest swizzle spans at most; 0 where this is all of them.
     """
-    rows = height(draft, product)
-    return WIDE // size if rows * size > WIDE and rows * size % WIDE == 0 else 0
+    *_, side = _sides(draft, product).values()
+    panel = WIDE // size if side * size > WIDE and side * size % WIDE == 0 else side
+    return panel if panel < height(draft, product) else 0
+
+
+def _sides(draft: Draft, product: Product) -> dict[Any, int]:
+    """What a warpgroup has, or all warps, of the axes of a product's rows."""
+    site, named = draft.site(product.sites[0]), {axis_name(a): a for a in draft.kernel.axes}
+    rows = [named[x] for x in product.box or (product.m,)]
+    groups = {a: math.prod(f.size for f in draft.binding(a, site) if f.level == "warpgroup") for a in rows}
+    return {a: draft.length(a, site) // groups[a] for a in rows}
 
 
 def parts(draft: Draft, product: Product, width: int, turned: bool = False, panel: int = 0) -> dict[Any, int]:
-    """What a box of so many columns has of the axes of a product's tile, columns last, or first where `turned`, with
-    all rows or those of a panel.
+    """What a box of so many columns has of the axes of a product's tile, columns last; or where `turned` first, with
+    the rows of a panel, or all, of the innermost axis of rows.
     """
     site, named = draft.site(product.sites[0]), {axis_name(a): a for a in draft.kernel.axes}
-    if turned:
-        return {named[product.n]: width, named[product.m]: panel or height(draft, product)}
     rows = {named[x]: draft.length(named[x], site) for x in product.box or (product.m,)}
+    if turned:
+        *outer, inner = rows
+        return {**dict.fromkeys(outer, 1), named[product.n]: width, inner: panel or height(draft, product)}
     return {**rows, named[product.n]: width}
 
 
@@ -141,7 +149,8 @@ def no_boxes(line: Result, store: l.Store, draft: Draft, product: Product) -> st
     if isinstance(found, str):
         return found
     *_, inner = sizes
-    if [a for a in found.along if a is not None] != [a for a in sizes if a in found.along]:
+    wide = [a for a in sizes if a in found.along and sizes[a] > 1]
+    if [a for a in found.along if a in wide] != wide:
         return "its rows and columns are not in the order of the tensor's dimensions, which TMA keeps"
     begins = substitute(found.place.index[-1], {inner: 0})
     if found.along[-1] is not inner or not divides(WIDEST // store.buffer.type.dtype.size, begins):

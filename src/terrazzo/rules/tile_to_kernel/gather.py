@@ -284,8 +284,9 @@ class Gather:
 
     def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
-        panel = tile.line.panel
-        sizes = {p.axis: panel or tile.length(p) for p in tile.rows} | {tile.columns.axis: tile.line.width}
+        panel, (*outer, inner) = tile.line.panel, tile.rows
+        sizes = {p.axis: 1 if panel else tile.length(p) for p in outer}
+        sizes |= {inner.axis: panel or tile.length(inner), tile.columns.axis: tile.line.width}
         found = box(tile.store, sizes, tile.line.by_axes, sizes)
         assert not isinstance(found, str)
         view = found.place.tensor if found.place.tensor is not tile.store.buffer.type else None

@@ -88,10 +88,21 @@ class Moved:
         """Whether results lie side by side along the columns."""
         return all(_along(s, self.columns) for s in self.kernel.stores)
 
-    def gathered(self, tile: Tile) -> bool:
-        """Whether the results of a tile leave as boxes, through shared memory."""
-        sides = (*zip(self.rows, tile.box, strict=True), (self.columns, _width(tile, narrowest(self.whole))))
-        return self.beside and gathers(self.whole) and all(_is_box(s, sides) for s in self.kernel.stores)
+    def gathered(self, tile: Tile) -> int:
+        """Bytes of a row of boxes as which the results of a tile leave, through shared memory; 0 where they leave from
+        registers. Rows are of columns, or of runs of a warpgroup's rows, where memory runs along these.
+        """
+        size = narrowest(self.whole)
+        sides = dict(zip(self.rows, tile.box, strict=True)) | {self.columns: _width(tile, size)}
+        row = sides[self.columns]
+        if not self.beside:
+            sides |= dict.fromkeys(self.rows, 1) | {self.rows[-1]: (row := _run(tile, size))}
+        known = gathers(self.whole) and (self.beside or (size == WORD and row * size >= SECTOR and self._in_runs))
+        return row * size if known and all(_is_box(s, tuple(sides.items())) for s in self.kernel.stores) else 0
+
+    @property
+    def _in_runs(self) -> bool:
+        return all(_along(s, self.rows[-1]) for s in self.kernel.stores)
 
     @property
     def step(self) -> int:
@@ -259,7 +270,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         held=_held(x, tile),
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
-        rate=has.gathered if x.gathered(tile) else _direct(x, gpu, has),
+        rate=min(has.gathered, row / ROW) if (row := x.gathered(tile)) else _direct(x, gpu, has),
         least=least,
         extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
         depth=x.step,
@@ -291,7 +302,7 @@ def _scattered(x: Moved, tile: Tile) -> float:
     """Nanoseconds in which all sectors are stored that a warp fills in part, where results leave from registers: its
     lanes and their two rows go along the rows of a box. Those of rows that begin anywhere may reach one sector more.
     """
-    if x.beside or sum(size * points for size, points, _ in _stored(x)) < CACHED:
+    if x.beside or x.gathered(tile) or sum(size * points for size, points, _ in _stored(x)) < CACHED:
         return 0.0
     places = list(itertools.islice(itertools.product(*map(range, tile.box)), ROWS // 4))
     found = 0.0
@@ -318,7 +329,7 @@ def _stored(x: Moved) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
 
 def schedule(x: Moved, plan: Plan, gpu: Gpu) -> Schedule:
     """The bindings of a plan. Results gather in shared memory where they are boxes of what is stored."""
-    gathered = x.gathered(plan.tile)
+    gathered = x.gathered(plan.tile) > 0
     boxes = _schedule(x, plan, gpu, gathered)
     if gathered and isinstance(complete(x.kernel, boxes, gpu)[0], Refused):
         return _schedule(x, plan, gpu, False)
@@ -375,6 +386,11 @@ def _rows(t: Tile) -> list[tuple[Factor, ...]]:
     return out
 
 
+def _run(t: Tile, size: int) -> int:
+    """How many rows of a warpgroup lie side by side, of results of so many bytes, and no more than a line has."""
+    return min(_rows(t)[-1][-1].size, LINE // size)
+
+
 def _width(t: Tile, size: int) -> int:
     """Columns of a subtile of results of so many bytes: a power of two, as swizzles are."""
     return min(t.n & -t.n, LINE // size)
@@ -392,6 +408,7 @@ def _site(b: l.Buffer, x: Moved, t: Tile) -> Site:
     """How the store to a buffer sees the tile whose subtiles gather."""
     size = b.type.dtype.size
     width = _width(t, size)
-    place = Operand("smem", (("by", "tma"), ("swizzle", swizzled(size * width))))
+    row = width if x.beside else _run(t, size)
+    place = Operand("smem", (("by", "tma"), ("swizzle", swizzled(size * row))))
     time = Factor("time", t.n // width, (("ring", RESULTS),))
     return Site((b.name,), ((x.columns.name, (time, Factor("block", width))),), ((b.name, place),))
