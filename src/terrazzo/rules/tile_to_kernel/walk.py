@@ -121,13 +121,13 @@ class Walker:
         return [self.bindings.digits(axis_name(a), site, extent(a)) for a in s.axes]
 
     def loop(self, s: n.Loop, scope: Scope) -> None:
-        stores = bodies.stores(s.body) if self.gathered and axis_name(s.axes[0]) in self.tiled else []
+        stores = bodies.stores(s.body) if self.gathered else []
         gathered = [x for x in stores if x.buffer.name in self.gathered]
-        if gathered:
+        if gathered and axis_name(s.axes[0]) in self.tiled:
             if others := [x for x in stores if x not in gathered]:  # such as those of rows
                 self.loop(bodies.only(s, others), scope)
             return self.gather(bodies.only(s, gathered) if others else s, scope)
-        if self.fragments and (results := self.direct(s, scope)) is not None:
+        if self.fragments and not gathered and (results := self.direct(s, scope)) is not None:
             return results.write()
         digits = self.digits(s)
         if s.kind == "scan" and any(d.level not in LOOPED for d in digits[0]):
