@@ -265,19 +265,19 @@ class Gather:
         here.env.update(known)
         for reduce, fragment in tile.fragments.items():
             here.env[reduce] = l.Load(fragment.place, fragment.element(number))
+        inside = tile.inside(here)
         for let in tile.leaf.lets:
-            if let.term not in known:
+            if let.term not in known:  # a row's term asks for no column: ptxas loads it once for all of them
+                here.pending = tuple(e for a, e in inside.items() if a in let.term.free)
                 self.compute(let.term, here)
         self.builder.add(l.Store(held, (e,), here(tile.store.value)))
 
     def point(self, tile: _Tile, number: IntExpr) -> Scope:
         """What is known where register `number` of the accumulators belongs."""
         here = tile.scope.inner()
-        inside = []
         for part in (*tile.rows, tile.columns):
-            here.env[part.axis] = x = tile.first(part) + tile.coordinate(part, number)
-            inside.append(part.axis.extent - 1 - x)
-        here.pending = tuple(x for x in inside if not at_least(x, 0))
+            here.env[part.axis] = tile.first(part) + tile.coordinate(part, number)
+        here.pending = tuple(tile.inside(here).values())
         return here
 
     # -- out of it -----------------------------------------------------------------------------------------------------
@@ -374,6 +374,11 @@ class _Tile:
     def height(self) -> int:
         """How many rows the team has."""
         return math.prod(map(self.length, self.rows))
+
+    def inside(self, here: Scope) -> dict[Any, IntExpr]:
+        """What must be >= 0 for a point to be inside the tensor, by axes that end amid a tile."""
+        ends = {p.axis: p.axis.extent - 1 - here.env[p.axis] for p in (*self.rows, self.columns)}
+        return {a: e for a, e in ends.items() if not at_least(e, 0)}
 
     def length(self, part: Part) -> int:
         """What the team has of an axis."""

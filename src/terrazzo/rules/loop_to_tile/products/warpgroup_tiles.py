@@ -150,7 +150,7 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
             if any(w not in (16, 32) and w % STEP for w in _run_lengths(p, rows, columns, tile.m, n, tile.k)):
                 continue
-            for way in (tile, replace(tile, direct=True)) if scatter(p) and not turns else (tile,):
+            for way in (tile, replace(tile, direct=True)) if scatter(p) and n >= LEAST and not turns else (tile,):
                 yield way
                 if n <= NARROW and _lengthens(p, 2 * tile.k):
                     yield replace(way, k=2 * tile.k)
