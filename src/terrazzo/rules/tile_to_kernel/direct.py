@@ -23,9 +23,9 @@ from terrazzo.ir.plan import Limit, Plan
 from terrazzo.rules.access import together, wide
 from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, zero
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.gather import Leaf
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.team_tile import Leaf
 
 ROOM, OTHERS = 48, 64
 """32-bit registers of a thread for what results are made of, at most, and for what is neither that nor an accumulator:

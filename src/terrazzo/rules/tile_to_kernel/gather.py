@@ -5,20 +5,18 @@ columns where memory runs along these (`turned`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from terrazzo.hw import ldmatrix
-from terrazzo.hw.products import Matrix
-from terrazzo.ir import nest as n
-from terrazzo.ir.address import divides, unflatten
+from terrazzo.ir.address import divides
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import IntExpr, Var, at_least
+from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.layout import Layout
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import topological
 from terrazzo.ir.plan import Convert, Result
 from terrazzo.ir.schedule import WARPS_IN_A_GROUP
 from terrazzo.ir.types import Type
@@ -29,6 +27,7 @@ from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Part
 from terrazzo.rules.tile_to_kernel.multiply import Fragment, component, spread
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.team_tile import Leaf, Side, TeamTile, at_once
 
 ROOM, OTHERS = 48, 48
 """32-bit registers of a thread for what the results of two subtiles load, at most, and for what is neither that nor an
@@ -38,27 +37,6 @@ SUBTILES = 8
 """Subtiles whose operands are on their way, at most."""
 MOST = 168
 """Registers that a thread without a role is taken to have: what 384 threads find. Fewer threads may have more."""
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """What is computed at every point of a tile, and stored: the terms in order, then the stores."""
-
-    axes: tuple[Any, ...]
-    lets: tuple[n.Let, ...]
-    stores: tuple[l.Store, ...]
-
-
-def leaf(s: n.Loop, left: Callable[[Sequence[n.Statement]], list[n.Statement]]) -> Leaf:
-    """The loops over a tile, one in the other, as one."""
-    axes, lets = list(s.axes), []
-    body = left(s.body)
-    while loops := [x for x in body if isinstance(x, n.Loop)]:
-        lets += [x for x in body if isinstance(x, n.Let)]
-        axes += loops[0].axes
-        body = left(loops[0].body)
-    lets += [x for x in body if isinstance(x, n.Let)]
-    return Leaf(tuple(axes), tuple(lets), tuple(x for x in body if isinstance(x, l.Store)))
 
 
 class Gather:
@@ -85,29 +63,32 @@ class Gather:
         fragment = next(f for f in fragments.values() if f.instruction is not None)
         assert fragment.instruction is not None
         rows, columns = _parts(line, fragment)
-        tile = _Tile(line, place, store, leaf, fragments, scope, fragment.instruction, rows, columns)
+        tile = TeamTile(line, place, store, leaf, fragments, scope, fragment.instruction, rows, columns)
         count = tile.length(columns) // line.width
         if at_once(columns):
             self.before(line)
-            self.put(tile, 0, {})
+            self.put(tile, 0, {}, {})
             self.after(tile, range(count))
             return
         c = self.bindings.loop_variable("c", count)
         operands: dict[l.Load, Operand] = {}
+        once: dict[Any, Once] = {}
         soon = 0
 
         def first() -> None:
-            nonlocal operands, soon
+            nonlocal operands, once, soon
             operands = self.operands(tile, count)
+            once = self.once(tile, tile.rows, 0, operands)
             soon = min((x.place.type.static_shape[0] for x in operands.values()), default=1) - 1
             for early in range(soon):
                 self.fetch(tile, early, operands)
 
         def subtile() -> None:
             self.builder.where([count - 1 - soon - c], lambda: self.fetch(tile, c + soon, operands))
+            every = {**once, **self.once(tile, (columns,), c * tile.each, {**operands, **once})}
             self.before(line)
             self.bring(tile, c, operands)
-            self.put(tile, c, operands)
+            self.put(tile, c, operands, every)
             self.after(tile, [c])
 
         self.builder.earlier(self.begun, first)
@@ -115,7 +96,36 @@ class Gather:
 
     # -- operands of the results ---------------------------------------------------------------------------------------
 
-    def operands(self, tile: _Tile, count: int) -> dict[l.Load, Operand]:
+    def once(self, tile: TeamTile, parts: Sequence[Part], first: IntExpr, known: Collection[Any]) -> dict[Any, Once]:
+        """What results know of rows alone, or of the columns of the subtile that begins at a register, computed once
+        for each of a thread, where tiles end amid rows or columns: ptxas finds what is the same where nothing is asked.
+        """
+        side = tile.side(parts, first, self.bindings.loop_variable)
+        here, lets = self.point(tile, side.register), [let.term for let in tile.leaf.lets]
+        others = {p.axis for p in (*tile.rows, tile.columns)} - {p.axis for p in parts}
+        mine = [x for x in lets if not x.free & others and x not in here.env and x not in known]
+        rest = [*(x for x in lets if x not in mine), tile.store.value]
+        used = [x for x in mine if x in set(topological(rest, stop=lambda y: y in mine or y in known))]
+        sizes = side.sizes
+        if not here.pending or not used or math.prod(sizes) * len(used) > ROOM // 2:
+            return {}
+        found = {x: Once(self.builder.registers("once", x.dtype, sizes), side) for x in used}
+
+        def step() -> None:
+            for x in mine:
+                self.let(tile, x, here)
+            for x, one in found.items():
+                self.builder.add(l.Store(one.place, side.loops, here(x)))
+
+        self.builder.loops([(v, True) for v in side.loops], step)
+        return found
+
+    def let(self, tile: TeamTile, term: Any, here: Scope) -> None:
+        """Compute a term at a point, which is inside along the axes that the term knows."""
+        here.pending = tuple(e for a, e in tile.inside(here).items() if a in term.free)
+        self.compute(term, here)
+
+    def operands(self, tile: TeamTile, count: int) -> dict[l.Load, Operand]:
         """Registers for what the values of a subtile load, neighbours at once: for as many of the `count` subtiles as
         there is room for, of which all but one are on their way while that is computed, which takes less than loading
         it. What has no neighbours, or no room, is loaded value by value. One comes in whole rows, if it may.
@@ -138,7 +148,7 @@ class Gather:
         places = {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
         return {x: Operand(place, x is rows) for x, place in places.items()}
 
-    def in_rows(self, tile: _Tile, x: l.Load) -> bool:
+    def in_rows(self, tile: TeamTile, x: l.Load) -> bool:
         """Whether threads of a warp may load a subtile of an operand in whole rows, 16 bytes each, rather than pairs of
         elements of eight rows, for which they wait eight times as long: then it becomes fragments in shared memory,
         where the results will be.
@@ -148,7 +158,7 @@ class Gather:
         boxes = tile.line.by == "tma" and tile.line.width * dtype.size % WIDEST == 0 and not tile.line.turned
         return known and boxes and x.dtype is dtype and self.whole(tile, x, WIDEST // dtype.size)
 
-    def fetch(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
+    def fetch(self, tile: TeamTile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
         """Load what the values of subtile c are made of."""
         for x, place in ((x, o.place) for x, o in operands.items() if o.rows):
             inside = c % (tile.length(tile.columns) // tile.line.width)  # as c is: no column is beyond the tile
@@ -166,20 +176,22 @@ class Gather:
         self.builder.loops([(p, True)], lambda: self.builder.where(here.pending, load))
 
     def piece(
-        self, tile: _Tile, c: IntExpr, x: l.Load, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr
+        self, tile: TeamTile, c: IntExpr, x: l.Load, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr
     ) -> None:
         """Load the i-th piece that a thread has of the rows of subtile c."""
         vector = WIDEST // x.dtype.size
         slot = c % place.type.static_shape[0]
         self.builder.add(k.Move(place, (slot, i * vector), x.buffer, tile.index(x.index, row, column), vector))
 
-    def bring(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
+    def bring(self, tile: TeamTile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
         """Put the rows that were loaded of subtile c where its results will be: there, each thread finds its own."""
         for x, place in ((x, o.place) for x, o in operands.items() if o.rows):
             self.pieces(tile, c, WIDEST // x.dtype.size, partial(self.put_piece, tile, c, place), guarded=False)
             self.sync()
 
-    def put_piece(self, tile: _Tile, c: IntExpr, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr) -> None:
+    def put_piece(
+        self, tile: TeamTile, c: IntExpr, place: k.Registers, i: IntExpr, row: IntExpr, column: IntExpr
+    ) -> None:
         """Put the i-th piece that a thread has of the rows of subtile c where its results will be."""
         vector = WIDEST // place.type.dtype.size
         slot = c % place.type.static_shape[0]
@@ -197,7 +209,7 @@ class Gather:
             self.builder.where(self.bindings.leader, lambda: self.builder.add(k.WaitGroups(line.slots - 1, "bulk")))
         self.sync()
 
-    def after(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
+    def after(self, tile: TeamTile, subtiles: Sequence[IntExpr]) -> None:
         """What was put into shared memory leaves it."""
         if tile.line.by == "tma":
             self.builder.add(k.Fence("proxy"))
@@ -210,7 +222,7 @@ class Gather:
 
     # -- into shared memory --------------------------------------------------------------------------------------------
 
-    def put(self, tile: _Tile, c: IntExpr, operands: Mapping[l.Load, Operand]) -> None:
+    def put(self, tile: TeamTile, c: IntExpr, operands: Mapping[l.Load, Operand], once: Mapping[Any, Once]) -> None:
         """This thread's values of subtile c (of all subtiles, where they go at once)."""
         converts = self.bindings.plan.all(Convert)
         group, move, layout, lanes = _way(next(x for x in converts if x.to == tile.line.slab))
@@ -227,7 +239,7 @@ class Gather:
                 row = row + spread(component(lanes, layout, "m"))
                 column = column + spread(component(lanes, layout, "n"))
             there = self.at(tile, c, row, column)
-            known: dict[l.Load, l.Load] = {}
+            known = {x: l.Load(o.place, o.side.of(first + e)) for x, o in once.items()}
             for x, o in operands.items():
                 known[x] = l.Load(o.place, (c % o.place.type.static_shape[0], q * group + e))
                 if o.rows:
@@ -245,7 +257,7 @@ class Gather:
 
         self.builder.loops([*((x.variable, True) for x in regs), (q, True)], one)
 
-    def at(self, tile: _Tile, c: IntExpr, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
+    def at(self, tile: TeamTile, c: IntExpr, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
         """The place of an element of the tile."""
         wave, width = self.bindings.wave, tile.line.width
         if at_once(tile.columns):
@@ -258,21 +270,20 @@ class Gather:
         return (self.bindings.place, slot, *((column, row) if tile.line.turned else (row, column)))
 
     def value(
-        self, tile: _Tile, held: k.Registers, e: IntExpr, number: IntExpr, known: Mapping[l.Load, l.Load]
+        self, tile: TeamTile, held: k.Registers, e: IntExpr, number: IntExpr, known: Mapping[l.Load, l.Load]
     ) -> None:
         """One value of the store, from register `number` of the accumulators, into `held`."""
         here = self.point(tile, number)
         here.env.update(known)
         for reduce, fragment in tile.fragments.items():
             here.env[reduce] = l.Load(fragment.place, fragment.element(number))
-        inside = tile.inside(here)
+        wanted = set(topological([tile.store.value], stop=lambda x: x in here.env))
         for let in tile.leaf.lets:
-            if let.term not in known:  # a row's term asks for no column: ptxas loads it once for all of them
-                here.pending = tuple(e for a, e in inside.items() if a in let.term.free)
-                self.compute(let.term, here)
+            if let.term in wanted and let.term not in here.env:
+                self.let(tile, let.term, here)
         self.builder.add(l.Store(held, (e,), here(tile.store.value)))
 
-    def point(self, tile: _Tile, number: IntExpr) -> Scope:
+    def point(self, tile: TeamTile, number: IntExpr) -> Scope:
         """What is known where register `number` of the accumulators belongs."""
         here = tile.scope.inner()
         for part in (*tile.rows, tile.columns):
@@ -282,7 +293,7 @@ class Gather:
 
     # -- out of it -----------------------------------------------------------------------------------------------------
 
-    def boxes(self, tile: _Tile, subtiles: Sequence[IntExpr]) -> None:
+    def boxes(self, tile: TeamTile, subtiles: Sequence[IntExpr]) -> None:
         """One thread sends subtiles to global memory."""
         panel, (*outer, inner) = tile.line.panel, tile.rows
         sizes = {p.axis: 1 if panel else tile.length(p) for p in outer}
@@ -297,7 +308,7 @@ class Gather:
                 self.builder.add(k.TensorStore(tile.store.buffer, to, tile.place, place, found.sides, "", view))
         self.builder.add(k.Commit("bulk"))
 
-    def copy(self, tile: _Tile, c: IntExpr) -> None:
+    def copy(self, tile: TeamTile, c: IntExpr) -> None:
         """The threads of the team move rows of a subtile, 16 bytes at a time where these begin at multiples of 16."""
         vector = WIDEST // tile.store.buffer.type.dtype.size
         while tile.line.width % vector or not self.whole(tile, tile.store, vector):
@@ -314,7 +325,7 @@ class Gather:
 
     def pieces(
         self,
-        tile: _Tile,
+        tile: TeamTile,
         c: IntExpr,
         vector: int,
         write: Callable[[IntExpr, IntExpr, IntExpr], None],
@@ -335,11 +346,19 @@ class Gather:
         inside = [total - 1 - p, *ends]
         self.builder.loops([(i, True)], lambda: self.builder.where(inside, partial(write, i, row, column)))
 
-    def whole(self, tile: _Tile, x: l.Load | l.Store, vector: int) -> bool:
+    def whole(self, tile: TeamTile, x: l.Load | l.Store, vector: int) -> bool:
         """Whether so many columns lie together in global memory, all of them inside the tensor or none."""
         row, q, j = Var("$r", tile.height), Var("$q", 2), Var("$j", vector)
         there = l.Load(x.buffer, tile.index(x.index, row, q * vector + j))
         return divides(vector, tile.columns.axis.extent) and (vector == 1 or wide(there, j, vector))
+
+
+@dataclass(frozen=True)
+class Once:
+    """Where a thread has what is computed once for each element of a side."""
+
+    place: k.Registers
+    side: Side
 
 
 @dataclass(frozen=True)
@@ -348,76 +367,6 @@ class Operand:
 
     place: k.Registers
     rows: bool
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A team's part of a tile, and where its elements are."""
-
-    line: Result
-    place: k.Shared
-    store: l.Store
-    leaf: Leaf
-    fragments: Mapping[l.Reduce, Fragment]
-    scope: Scope
-    instruction: Matrix
-    rows: tuple[Part, ...]
-    columns: Part
-
-    @property
-    def each(self) -> int:
-        """Registers of the accumulators of one instruction that a subtile has (all, where all go at once)."""
-        elements = self.instruction.d.elements
-        return elements if at_once(self.columns) else elements * self.line.width // self.length(self.columns)
-
-    @property
-    def height(self) -> int:
-        """How many rows the team has."""
-        return math.prod(map(self.length, self.rows))
-
-    def inside(self, here: Scope) -> dict[Any, IntExpr]:
-        """What must be >= 0 for a point to be inside the tensor, by axes that end amid a tile."""
-        ends = {p.axis: p.axis.extent - 1 - here.env[p.axis] for p in (*self.rows, self.columns)}
-        return {a: e for a, e in ends.items() if not at_least(e, 0)}
-
-    def length(self, part: Part) -> int:
-        """What the team has of an axis."""
-        return math.prod(d.size for d in part.digits if d.level != "warpgroup")
-
-    def first(self, part: Part) -> IntExpr:
-        """Where that begins."""
-        return part.base + sum((d.value * d.stride for d in part.digits if d.level == "warpgroup"), start=0)
-
-    def coordinate(self, part: Part, number: IntExpr, lanes: bool = True) -> IntExpr:
-        """Where register `number` of this thread (of lane 0, without `lanes`) lies along an axis."""
-        total: IntExpr = 0
-        for d in part.digits:
-            if d.level == "frag":
-                total = total + number // (1 << d.place) % d.size * d.stride
-            elif d.level != "warpgroup" and (lanes or d.level != "lane"):
-                total = total + d.value * d.stride
-        return total
-
-    def row(self, number: IntExpr, lanes: bool = True) -> IntExpr:
-        """Rows count the points of their axes."""
-        found: IntExpr = 0
-        for part in self.rows:
-            found = found * self.length(part) + self.coordinate(part, number, lanes)
-        return found
-
-    def column(self, number: IntExpr, lanes: bool = True) -> IntExpr:
-        return self.coordinate(self.columns, number, lanes)
-
-    def at(self, row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
-        """What the axes of rows and columns are at an element of the team's part."""
-        points = (*unflatten(row, tuple(map(self.length, self.rows))), column)
-        return tuple(self.first(part) + x for part, x in zip((*self.rows, self.columns), points, strict=True))
-
-    def index(self, index: Sequence[IntExpr], row: IntExpr, column: IntExpr) -> tuple[IntExpr, ...]:
-        """A place in global memory at an element of the team's part."""
-        axes = [p.axis for p in (*self.rows, self.columns)]
-        env = {**self.scope.env, **dict(zip(axes, self.at(row, column), strict=True))}
-        return tuple(substitute(e, env) for e in index)
 
 
 def _parts(line: Result, fragment: Fragment) -> tuple[tuple[Part, ...], Part]:
@@ -433,11 +382,6 @@ def _way(line: Convert) -> tuple[int, ldmatrix.MatrixMove | None, Layout, tuple[
     layout = Layout.parse(line.layout)
     move = ldmatrix.MOVES.get(line.by)
     return 1 << layout.bits("reg"), move, layout, (move.rows(layout) or ()) if move else ()
-
-
-def at_once(columns: Part) -> bool:
-    """Whether all subtiles go at once: several warps, or registers of several instructions, have parts of them."""
-    return any(d.level in ("warp", "reg") for d in columns.digits)
 
 
 def result_place(builder: Builder, line: Result, store: l.Store, groups: int, fragment: Fragment) -> k.Shared:

@@ -29,12 +29,13 @@ from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.direct import Direct, beside, room
 from terrazzo.rules.tile_to_kernel.frame import data_says
-from terrazzo.rules.tile_to_kernel.gather import Gather, Leaf, leaf
+from terrazzo.rules.tile_to_kernel.gather import Gather
 from terrazzo.rules.tile_to_kernel.in_frame import InFrame, StepFrame, stepwise, twice
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
 from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.team_tile import Leaf, leaf
 
 
 class Walker:
