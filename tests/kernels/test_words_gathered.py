@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.hw.sass import sass
+from tests.kernels.test_on_gpu import agree, on_gpu
 
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
@@ -28,6 +29,9 @@ from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.products import boxes, leaving, warpgroups
 from terrazzo.rules.loop_to_tile.products.results import scatter
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
+from terrazzo.rules.tile.complete import complete
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.reasons import reasons
 from terrazzo.rules.tile_to_kernel.lower import program as derive
 from terrazzo.targets.cuda.check import check
 
@@ -97,10 +101,16 @@ def in_halves(x: torch.Tensor) -> Any:
     return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
-def close(ours: Any, exact: torch.Tensor) -> None:
+def inputs_of(m: int, n: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(m + n)
+    x, w = (in_halves(torch.randn(rows, 128, generator=g).to(HALF)) for rows in (m, n))
+    b, r, s = (torch.randn(shape, generator=g).numpy() for shape in ((n,), (m, n), (m,)))
+    return {"x": x, "w": w, "b": b, "r": r, "s": s}
+
+
+def close(ours: Any, exact: Any) -> None:
     """As close as sums in float32 are."""
-    off = np.linalg.norm(ours.astype(np.float64) - exact.numpy()) / np.linalg.norm(exact.numpy())
-    assert off < 2e-7
+    assert np.linalg.norm(ours.astype(np.float64) - exact) < 2e-7 * np.linalg.norm(exact)
 
 
 CASES = [
@@ -124,14 +134,11 @@ def test_words_gather(case: dict[str, Any], seed: Any) -> None:
     check(program, H)
     found = leaves(kernel_of(program))
     assert found[0] == 0 < found[1] if case.get("by") == "ld" else found[0] > 0 == found[1]
-    g = torch.Generator().manual_seed(m + n)
-    x, w = (torch.randn(rows, 128, generator=g).to(HALF) for rows in (m, n))
-    b, r, s = (torch.randn(shape, generator=g) for shape in ((n,), (m, n), (m,)))
-    costs = Costs()
-    inputs = {"x": in_halves(x), "w": in_halves(w), "b": b.numpy(), "r": r.numpy(), "s": s.numpy()}
+    costs, inputs = Costs(), inputs_of(m, n)
     (y,) = simulator.run(program, inputs, seed=seed, costs=costs)
-    exact = torch.relu(x.double() @ w.double().T * s.double()[:, None] + b.double())
-    close(y, exact + r.double() if case.get("residual") else exact)
+    x, w, b, r, s = (inputs[name].astype(np.float64) for name in "xwbrs")
+    exact = np.maximum(x @ w.T * s[:, None] + b, 0.0)
+    close(y, exact + r if case.get("residual") else exact)
     put = costs.total("shared write")
     assert put.conflicts == 0 if case.get("turned") else put.conflicts <= put.wavefronts // 2
 
@@ -174,7 +181,18 @@ def test_boxes_of_convolutions_leave_in_runs(out: int, h: int, w: int, box: tupl
     b, r = torch.randn(out, generator=g), torch.randn(2, out, h, w, generator=g)
     inputs = {name: in_halves(z.permute(0, 2, 3, 1)) for name, z in (("x", x), ("f", f))}
     (y,) = simulator.run(done, {**inputs, "b": b.numpy(), "r": r.numpy()}, seed=1)
-    close(y, torch.relu(F.conv2d(x.double(), f.double(), b.double(), padding=1)) + r.double())
+    close(y, (torch.relu(F.conv2d(x.double(), f.double(), b.double(), padding=1)) + r.double()).numpy())
+
+
+@pytest.mark.parametrize(("turned", "told"), [
+    (False, "y_s: lanes put 8 bytes each in rows of 128 bytes: 4 wavefronts swizzled by 128"),
+    (True, "y_s: lanes put 4 bytes each in rows of 128 bytes: 1 wavefronts swizzled by 128"),
+])  # fmt: skip
+def test_what_lanes_put_is_told(turned: bool, told: str) -> None:
+    program = parse(text(256, 256, turned=turned))
+    (kernel,), ((_, schedule),) = program.loop.steps, program.schedules
+    plan, _ = complete(kernel, schedule, H)
+    assert told in [why for _, why in reasons(plan, Draft(kernel, schedule, H))]
 
 
 def chosen(fn: Any, *shapes: tuple[int, ...], **options: Any) -> tuple[Product, k.Kernel]:
@@ -221,8 +239,26 @@ def test_which_way_results_leave_is_a_matter_of_price() -> None:
     assert best[False] < best[True]
 
 
+@pytest.mark.parametrize("case", [{"m": 130, "n": 68}, {"m": 130, "n": 68, "turns": True}], ids=str)
+def test_what_rows_and_columns_know_is_loaded_once_for_each(case: dict[str, Any], tmp_path: Path) -> None:
+    """Of both teams, a thread has two rows or four and 16 columns, and asks whether these are inside: 36 loads and 40,
+    not two for every result.
+    """
+    lines = sass(kernel_of(derive(parse(text(**case)), H)), "sm_90a", tmp_path)
+    assert sum("LDG" in line for line in lines) < 50
+
+
 def test_boxes_are_all_that_leaves(tmp_path: Path) -> None:
     """No lane stores to global memory; pairs go to shared memory at once."""
     lines = sass(kernel_of(derive(parse(text(256, 64)), H)), "sm_90a", tmp_path)
     used = {line.split()[1 if line.startswith("@") else 0] for line in lines}
     assert {"STS.64", "UTMASTG.2D"} <= used and not any(x.startswith("STG") for x in used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_gpu_stores_what_the_simulator_does(case: dict[str, Any]) -> None:
+    program = derive(parse(text(**case)), H)
+    inputs = inputs_of(case["m"], case["n"])
+    for ours, simulated in zip(on_gpu(program, inputs), simulator.run(program, inputs), strict=True):
+        agree(ours, simulated)

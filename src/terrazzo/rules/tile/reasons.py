@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from terrazzo.hw.memory import matrix_wavefronts
+from terrazzo.hw.memory import matrix_wavefronts, wavefronts
 from terrazzo.hw.movmatrix import TURN
 from terrazzo.hw.products import matrix, warps
-from terrazzo.ir.layout import HARDWARE
+from terrazzo.ir.layout import HARDWARE, Layout
 from terrazzo.ir.plan import STORED, Convert, Plan, Product, Result, Stage, Stream
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.handed import COPIES, REGISTERS, SIZE, handed
@@ -58,7 +58,18 @@ def reasons(plan: Plan, draft: Draft) -> Iterator[tuple[str, str]]:
             size = next(x.buffer.type.dtype.size for x in draft.kernel.stores if x.buffer.name == r.store)
             product = next(p for p in plan.all(Product) if p.n == r.columns)
             row = size * (r.panel or (height(draft, product) if r.turned else r.width))
-            yield "swizzle", f"{r.slab}: {r.put} writes {_pieces(row, r.pad * size, r.swizzle)}"
+            told = f"{r.put} writes {_pieces(row, r.pad * size, r.swizzle)}"
+            yield "swizzle", f"{r.slab}: {_lanes(plan, r, row, size) if r.put == 'st' else told}"
+
+
+def _lanes(plan: Plan, r: Result, row: int, size: int) -> str:
+    """What it costs that the lanes of a warp put what they have side by side of a store's results."""
+    layout = Layout.parse(next(c.layout for c in plan.all(Convert) if c.to == r.slab))
+    lanes = layout.coordinates(lane=np.arange(32))
+    down, across = (lanes["n"], lanes["m"]) if r.turned else (lanes["m"], lanes["n"])
+    at, each = down * (row + r.pad * size) + across * size, size << layout.bits("reg")
+    rounds, _ = wavefronts(HARDWARE[r.swizzle](at)[None], np.ones((1, 32), bool), each, True)
+    return f"lanes put {each} bytes each in rows of {row} bytes: {rounds[0]} wavefronts swizzled by {r.swizzle}"
 
 
 def _pieces(row: int, pad: int, swizzle: int) -> str:
