@@ -38,12 +38,12 @@ from terrazzo.targets.cuda.check import check
 H = gpu("sm_90a")
 HALF = torch.bfloat16
 PRODUCT = """@tile
-def f(x: bf16[{m}, 128], w: bf16[{n}, 128], b: f32[{n}], r: f32[{m}, {n}], s: f32[{m}]):
+def f(x: bf16[{m}, 128], w: bf16[{n}, 128], b: bf16[{n}], r: f32[{m}, {n}], s: f32[{m}]):
     with kernel('y', y=f32[{m}, {n}]):
         for a0 in free({m}):
             in2 = s[a0]
             for a1 in free({n}):
-                in3 = b[a1]
+                in3 = f32(b[a1])
                 for r0 in reduce(128):
                     in0 = x[a0, r0]
                     in1 = w[a1, r0]
@@ -103,8 +103,8 @@ def in_halves(x: torch.Tensor) -> Any:
 
 def inputs_of(m: int, n: int) -> dict[str, Any]:
     g = torch.Generator().manual_seed(m + n)
-    x, w = (in_halves(torch.randn(rows, 128, generator=g).to(HALF)) for rows in (m, n))
-    b, r, s = (torch.randn(shape, generator=g).numpy() for shape in ((n,), (m, n), (m,)))
+    x, w, b = (in_halves(torch.randn(shape, generator=g).to(HALF)) for shape in ((m, 128), (n, 128), (n,)))
+    r, s = (torch.randn(shape, generator=g).numpy() for shape in ((m, n), (m,)))
     return {"x": x, "w": w, "b": b, "r": r, "s": s}
 
 

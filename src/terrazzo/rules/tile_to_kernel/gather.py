@@ -5,7 +5,7 @@ columns where memory runs along these (`turned`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,14 +78,14 @@ class Gather:
         def first() -> None:
             nonlocal operands, once, soon
             operands = self.operands(tile, count)
-            once = self.once(tile, tile.rows, 0, operands)
+            once = self.once(tile, tile.rows, 0, operands.keys())
             soon = min((x.place.type.static_shape[0] for x in operands.values()), default=1) - 1
             for early in range(soon):
                 self.fetch(tile, early, operands)
 
         def subtile() -> None:
             self.builder.where([count - 1 - soon - c], lambda: self.fetch(tile, c + soon, operands))
-            every = {**once, **self.once(tile, (columns,), c * tile.each, {**operands, **once})}
+            every = {**once, **self.once(tile, (columns,), c * tile.each, operands.keys() | once.keys())}
             self.before(line)
             self.bring(tile, c, operands)
             self.put(tile, c, operands, every)
@@ -96,34 +96,33 @@ class Gather:
 
     # -- operands of the results ---------------------------------------------------------------------------------------
 
-    def once(self, tile: TeamTile, parts: Sequence[Part], first: IntExpr, known: Collection[Any]) -> dict[Any, Once]:
+    def once(self, tile: TeamTile, parts: Sequence[Part], first: IntExpr, known: Set[Any]) -> dict[Any, Once]:
         """What results know of rows alone, or of the columns of the subtile that begins at a register, computed once
         for each of a thread, where tiles end amid rows or columns: ptxas finds what is the same where nothing is asked.
         """
         side = tile.side(parts, first, self.bindings.loop_variable)
         here, lets = self.point(tile, side.register), [let.term for let in tile.leaf.lets]
-        others = {p.axis for p in (*tile.rows, tile.columns)} - {p.axis for p in parts}
-        mine = [x for x in lets if not x.free & others and x not in here.env and x not in known]
+        axes = {p.axis for p in parts}
+        others = {p.axis for p in (*tile.rows, tile.columns)} - axes
+        mine = [x for x in lets if not x.free & others and x not in here.env and not known & {*topological([x])}]
         rest = [*(x for x in lets if x not in mine), tile.store.value]
         used = [x for x in mine if x in set(topological(rest, stop=lambda y: y in mine or y in known))]
-        sizes = side.sizes
-        if not here.pending or not used or math.prod(sizes) * len(used) > ROOM // 2:
+        points = [x for x in lets if isinstance(x, l.Load) and x.free >= others and x.free & axes and x not in known]
+        room, sizes = self.room(tile) // 2 // (1 + len(points)), side.sizes  # ptxas loads some of these early
+        if not here.pending or not used or math.prod(sizes) * len(used) > room:
             return {}
         found = {x: Once(self.builder.registers("once", x.dtype, sizes), side) for x in used}
+        inside = tile.inside(here)
 
         def step() -> None:
             for x in mine:
-                self.let(tile, x, here)
+                here.pending = tuple(e for a, e in inside.items() if a in x.free)
+                self.compute(x, here)
             for x, one in found.items():
                 self.builder.add(l.Store(one.place, side.loops, here(x)))
 
         self.builder.loops([(v, True) for v in side.loops], step)
         return found
-
-    def let(self, tile: TeamTile, term: Any, here: Scope) -> None:
-        """Compute a term at a point, which is inside along the axes that the term knows."""
-        here.pending = tuple(e for a, e in tile.inside(here).items() if a in term.free)
-        self.compute(term, here)
 
     def operands(self, tile: TeamTile, count: int) -> dict[l.Load, Operand]:
         """Registers for what the values of a subtile load, neighbours at once: for as many of the `count` subtiles as
@@ -139,14 +138,18 @@ class Gather:
         terms = [let.term for let in tile.leaf.lets if isinstance(let.term, l.Load) and let.term not in here.env]
         paired = [x for x in terms if tile.columns.axis in x.free and not x.inside and wide(here(x), j, 2)]
         sizes = [tile.each * x.dtype.size // 4 for x in paired]
-        sums = sum(k.shared_bytes(x) // 4 for x in {f.place for f in tile.fragments.values()})
-        room = min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
+        room = self.room(tile)
         slots = max(1, min(room // max(sum(sizes), 1), count, SUBTILES))
         taken = [x for n, x in enumerate(paired) if slots * sum(sizes[: n + 1]) <= room]
         rows = next((x for x in taken if self.in_rows(tile, x)), None)
         init = {x: l.Literal(zero(x.dtype), x.dtype) if here.pending else None for x in taken}
         places = {x: self.builder.registers("in", x.dtype, (slots, tile.each), init[x]) for x in taken}
         return {x: Operand(place, x is rows) for x, place in places.items()}
+
+    def room(self, tile: TeamTile) -> int:
+        """32-bit registers for what a store's results load."""
+        sums = sum(k.shared_bytes(x) // 4 for x in {f.place for f in tile.fragments.values()})
+        return min(ROOM, (self.bindings.agent.registers or MOST) - sums - OTHERS) // len(tile.leaf.stores)
 
     def in_rows(self, tile: TeamTile, x: l.Load) -> bool:
         """Whether threads of a warp may load a subtile of an operand in whole rows, 16 bytes each, rather than pairs of
@@ -279,8 +282,8 @@ class Gather:
             here.env[reduce] = l.Load(fragment.place, fragment.element(number))
         wanted = set(topological([tile.store.value], stop=lambda x: x in here.env))
         for let in tile.leaf.lets:
-            if let.term in wanted and let.term not in here.env:
-                self.let(tile, let.term, here)
+            if let.term in wanted:
+                self.compute(let.term, here)
         self.builder.add(l.Store(held, (e,), here(tile.store.value)))
 
     def point(self, tile: TeamTile, number: IntExpr) -> Scope:
