@@ -104,6 +104,7 @@ class Gather:
         here, lets = self.point(tile, side.register), [let.term for let in tile.leaf.lets]
         axes = {p.axis for p in parts}
         others = {p.axis for p in (*tile.rows, tile.columns)} - axes
+        known |= tile.fragments.keys()  # sums of rows are in registers as it is
         mine = [x for x in lets if not x.free & others and x not in here.env and not known & {*topological([x])}]
         rest = [*(x for x in lets if x not in mine), tile.store.value]
         used = [x for x in mine if x in set(topological(rest, stop=lambda y: y in mine or y in known))]
