@@ -176,6 +176,35 @@ def test_gradients_lie_plainly_and_as_their_leaves_lie() -> None:
     torch.testing.assert_close(*found)
 
 
+LAST = torch.channels_last
+LYING = {
+    "convolution": (torch.conv2d, (2, 3, 6, 6), (4, 3, 3, 3), LAST),
+    "convolution, statistics": (
+        lambda x, w: torch.nn.functional.batch_norm(torch.conv2d(x, w), None, None, training=True).relu(),
+        (2, 3, 6, 6),
+        (4, 3, 3, 3),
+        LAST,
+    ),
+    "transposed convolution": (torch.conv_transpose2d, (2, 3, 6, 6), (3, 4, 3, 3), LAST),
+    "product": (torch.matmul, (3, 5), (5, 4), None),
+}
+
+
+@pytest.mark.parametrize("case", LYING)
+@pytest.mark.parametrize("target", ["interpreter", "cpu"])
+def test_gradients_lie_as_in_eager_mode_where_their_inputs_do_not_lie_row_by_row(case: str, target: str) -> None:
+    f, *shapes, form = LYING[case]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made = [torch.randn(s if form else s[::-1], dtype=torch.float64) for s in shapes]
+    x, w = (y.to(memory_format=form) if form else y.t() for y in made)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    fast = torch.compile(f, backend="terrazzo", options={"target": target, "strict": True})
+    ours, eager = (torch.autograd.grad(g(x, w).square().sum(), (x, w)) for g in (fast, f))
+    assert not eager[0].is_contiguous() and [a.stride() for a in ours] == [b.stride() for b in eager]
+    torch.testing.assert_close(ours, eager)
+
+
 @pytest.mark.parametrize(
     "share",
     [

@@ -19,7 +19,7 @@ from terrazzo.front.looking import checks_inside, multilabel_margin_loss
 from terrazzo.front.partition import partition
 from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
-from terrazzo.front.results import arrange
+from terrazzo.front.results import arrange, lying_alike
 from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.front.twice import Twice
 from terrazzo.front.unfolded import unfold_by_views, windows
@@ -67,21 +67,24 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    def compiler(graph: Any, inputs: Sequence[Any], views: bool = True, static: Sequence[int] = ()) -> Any:
+    primals: list[Any] = []
+
+    def compiler(graph: Any, views: bool = True, static: Sequence[int] = ()) -> Any:
         _keep_saved()
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
-        return _graph(graph, replace(options, dump=dump), views, static)
+        return _graph(graph, replace(options, dump=dump), views, static, primals)
 
     def forward(graph: Any, inputs: Sequence[Any]) -> Any:
         twice.learn(graph)
-        return compiler(graph, inputs)
+        primals[:] = [n.meta.get("val") for n in graph.graph.find_nodes(op="placeholder")]
+        return compiler(graph)
 
     def inference(graph: Any, inputs: Sequence[Any]) -> Any:
-        return compiler(graph, inputs, static=_only_read(static) if options.freezing else ())
+        return compiler(graph, static=_only_read(static) if options.freezing else ())
 
     def backward(graph: Any, inputs: Sequence[Any]) -> Any:
         """Gradients are tensors of their own."""
-        return torch._dynamo.disable(compiler(graph, inputs, views=False))
+        return torch._dynamo.disable(compiler(graph, views=False))
 
     twice = Twice(gm, _warn)
     inline_regions(gm)
@@ -180,9 +183,10 @@ def _only_read(static: Sequence[int]) -> list[int]:
     return sorted({*meta.static_input_indices, *static} - {*meta.mutated_inp_runtime_indices}) if meta else []
 
 
-def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()) -> Any:
+def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = (), primals: Sequence[Any] = ()) -> Any:
     """One ATen graph as a function of its inputs, of which the `static` ones are frozen, as constants of the graph are,
-    where there are any. Results that are no tensors (None, numbers) are passed on.
+    where there are any. Results that are no tensors (None, numbers) are passed on. Without `views` they are the
+    gradients of the `primals`.
     """
     import torch
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
@@ -198,13 +202,14 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     try:
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             written = writes(graph)
-            computed, results = arrange(graph, wanted, views=views, renewed=written)
+            placed = set() if views else lying_alike(wanted, primals)
+            computed, results = arrange(graph, wanted, views=views, placed=placed, renewed=written)
             if not (computed or written or any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes)):
                 return make_boxed_func(lambda *args: results.make(args, ()))
             output.args = ((*computed, *(w.new for w in written)),)
             like = {w.new: w.old.meta["val"] for w in written if w.new not in computed}
             without = {w.node for w in written}
-            program, constants = from_graph(graph, "forward", computed if views else (), like, without)
+            program, constants = from_graph(graph, "forward", computed if views else placed, like, without)
             bound = {name: t.detach() for name, t in constants.items()}
             names = dict(zip(taken, program.input_names, strict=False))
             changed = [placeholders.index(w.old) for w in written]

@@ -8,7 +8,7 @@ whom; results that share it are made here as views of one tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from terrazzo.errors import Limitation
 from terrazzo.front.fx import attribute
 from terrazzo.front.written import Write
+from terrazzo.ir.torch_types import type_of
+from terrazzo.ir.types import dense
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,16 @@ def arrange(
     wanted: Sequence[Any],
     *,
     views: bool = True,
+    placed: Collection[Any] = (),
     known: Sequence[Result | None] = (),
     renewed: Sequence[Write] = (),
 ) -> tuple[list[Any], Results]:
     """The nodes whose values a program must compute for the `wanted` ones of a traced graph, and what becomes of them.
 
     `known` says where results come from, as far as that is known already. Without `views` every other wanted value is
-    computed by itself, where it is no input, and lies as it is computed: nobody relies on how gradients lie. Autograd
-    lays them out as the leaves lie that it keeps them for, and who takes them further as they were traced. What looks
-    at the new value of a `renewed` input looks at that input, which has it then; its old value is computed, as others.
+    computed by itself, where it is no input, and lies row by row unless it is `placed`, as it was traced (see
+    `lying_alike`). What looks at the new value of a `renewed` input looks at that input, which has it then; its old
+    value is computed, as others.
     """
     import torch
 
@@ -134,8 +137,26 @@ def arrange(
             each.append(Result("value", computed.setdefault(root, len(computed)), _between(w, root, hidden | alone)))
         else:
             each.append(Result("value", computed.setdefault(w, len(computed))))
-    layouts = tuple((tuple(v.shape), _strides(v, views)) for v in (n.meta["val"] for n in computed))
+    layouts = tuple((tuple(n.meta["val"].shape), _strides(n.meta["val"], views or n in placed)) for n in computed)
     return list(computed), Results(tuple(each), layouts)
+
+
+def lying_alike(wanted: Sequence[Any], inputs: Sequence[Any]) -> set[Any]:
+    """The gradients of a traced graph that lie as the inputs do which they are of, and not row by row: those of weights
+    and images that are channels last, and of what is transposed. Others are traced so where eager's may lie otherwise
+    (those of keys, which PyTorch's definition of attention has with their tokens innermost), and autograd lays out
+    what it keeps as the leaf lies.
+    """
+    import torch
+
+    def order(value: Any) -> Any:
+        plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+        return dense(type_of(value)).strides if plain else None
+
+    if len(wanted) != len(inputs):
+        return set()
+    values = [w.meta.get("val") if isinstance(w, torch.fx.Node) else None for w in wanted]
+    return {w for w, v, x in zip(wanted, values, inputs, strict=True) if order(v) and order(v) == order(x)}
 
 
 def _strides(value: Any, exactly: bool) -> tuple[int, ...]:
