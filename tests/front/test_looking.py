@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as f
 
 import terrazzo
-from terrazzo.errors import Limitation
+from terrazzo.errors import IndexOutOfRange, Limitation
 from terrazzo.front import dynamo
 from terrazzo.front.capture import capture
 from terrazzo.ir.parse import parse
@@ -160,3 +160,42 @@ def test_labels_end_at_the_first_that_is_none(reduction: str, tmp_path: Path) ->
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
     row = terrazzo.compile(loss, MARGINS[0], TARGETS[0], options=options)
     torch.testing.assert_close(row(MARGINS[0], TARGETS[0]), loss(MARGINS[0], TARGETS[0]))
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpreter"])
+@pytest.mark.parametrize("way", ["capture", "dynamo"])
+def test_a_class_that_there_is_not_is_refused(way: str, target: str, tmp_path: Path) -> None:
+    """PyTorch's own trace has a row of zeros for it, and no check."""
+
+    def hot(x: Tensor) -> Tensor:
+        return f.one_hot(x, 3) * 2
+
+    x, options = torch.tensor([[0, 2], [1, 1]]), {"target": target, "cache_dir": tmp_path}
+    torch._dynamo.reset()
+    if way == "capture":
+        fast = terrazzo.compile(hot, x, options=options)
+    else:
+        fast = torch.compile(hot, backend="terrazzo", options={**options, "strict": True})
+    assert torch.equal(fast(x), hot(x)) and fast(x).dtype is torch.int64
+    for wrong in (x + 1, x - 1):
+        with pytest.raises(IndexOutOfRange, match=r"ind\w+ .*is out of range"):
+            fast(wrong)
+
+
+def test_a_check_without_a_message_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives nothing to anybody, and is no dead code for that."""
+
+    def checked(x: Tensor) -> Tensor:
+        torch._assert_async((x > 0).all())
+        return x + 1
+
+    x = torch.ones(3)
+    with pytest.raises(Limitation, match=r"_assert_async\.default: it checks its data and returns nothing"):
+        capture(checked, (x,))
+    monkeypatch.setattr(dynamo, "_said", set())
+    torch._dynamo.reset()
+    fast = torch.compile(checked, backend="terrazzo")
+    with pytest.warns(RuntimeWarning, match="_assert_async.default"):
+        assert torch.equal(fast(x), x + 1)
+    with pytest.raises(RuntimeError):
+        fast(-x)

@@ -70,3 +70,17 @@ def test_addcdiv_divides_first_on_a_gpu(device: str) -> None:
     done = lowering(captured.program, Options(target="cpu" if device == "cpu" else "sm_90a"))
     (found,) = loop.run(done.loop, {b.name: to_numpy(t) for b, t in zip(done.loop.inputs, (x, a, b), strict=True)})
     assert found.item() == (torch.addcdiv(x, a, b, value=2.0).item() if device == "cpu" else pytest.approx(1e38))
+
+
+@pytest.mark.parametrize("target", ["cpu", "interpreter"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+def test_a_place_that_is_no_number_gives_none(padding: str, target: str, tmp_path: Path) -> None:
+    """Of cubic interpolation: an image has no zeros there."""
+    x, places = torch.randn(1, 2, 5, 5), [[-1.0, 1.0], [math.nan, 0.0], [0.0, math.inf], [0.3, 1e10], [-0.4, 0.2]]
+    grid = torch.tensor(places)[None, None]
+
+    def cubic(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return F.grid_sample(x, grid, "bicubic", padding, align_corners=True)
+
+    found = terrazzo.compile(cubic, x, grid, options={"target": target, "cache_dir": tmp_path})(x, grid)
+    torch.testing.assert_close(found, cubic(x, grid), equal_nan=True)

@@ -83,6 +83,15 @@ def test_what_data_says_is_checked_in_each_piece(tmp_path: Path) -> None:
         call(x, rows + 30)
 
 
+def test_guards_of_places_from_data_are_left_alone(tmp_path: Path) -> None:
+    """What they say depends on one axis, and on what is read there."""
+
+    def nearest(x: Any, at: Any) -> Any:
+        return F.grid_sample(x, at, "nearest", align_corners=False)
+
+    kernels(nearest, tmp_path, torch.randn(1, 2, 5, 5), 2.5 * torch.rand(1, 1, 8, 2) - 1.25)
+
+
 def test_what_an_outer_loop_would_compute_again_is_a_table(tmp_path: Path) -> None:
     """Such as where a row's points are read, which is the same for all rows."""
     text = kernels(lambda x: F.interpolate(x, scale_factor=3, mode="linear"), tmp_path, torch.randn(6, 8, 50))

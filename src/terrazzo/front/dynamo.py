@@ -15,7 +15,7 @@ from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.drawn import drop_nothing
 from terrazzo.front.fx import Unheld, from_graph
-from terrazzo.front.looking import checks_inside, multilabel_margin_loss
+from terrazzo.front.looking import checks_inside, multilabel_margin_loss, one_hot
 from terrazzo.front.partition import partition
 from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
@@ -144,13 +144,13 @@ def _gradients_apart(gm: Any) -> Iterator[None]:
 def _define(gm: Any) -> None:
     """Have a graph compute by definition what PyTorch would have it call, or takes apart wrongly: FlexAttention, which
     is scores, changed and masked, their softmax, and what is known of rows, traced with the rest and one kernel where
-    the rules find that; and the margins of several labels.
+    the rules find that; the margins of several labels; and classes as rows of 0 and 1.
     """
     import torch
 
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
-    margins = torch.nn.functional.multilabel_margin_loss
-    meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss}
+    margins, hot = torch.nn.functional.multilabel_margin_loss, torch.nn.functional.one_hot
+    meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss, hot: one_hot}
     found = [n for op in meant for n in gm.graph.find_nodes(op="call_function", target=op)]
     for node in found:
         node.target = meant[node.target]

@@ -20,10 +20,12 @@ CHECK = "aten::_linalg_check_errors"
 @contextmanager
 def checks_inside() -> Iterator[None]:
     """Within this, what PyTorch checks of a factorization is left to the op that makes it (`check_errors`). Newer
-    PyTorch has the check as an effect, which no op can take over.
+    PyTorch has the check as an effect, which no op can take over. A check without a message is no dead code, either, as
+    PyTorch knows of those with one.
     """
     import torch
 
+    torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
     effect = getattr(getattr(torch._library.simple_registry.singleton.find(CHECK), "effect", None), "register", None)
     if effect is None:  # a PyTorch whose checks are ops like others
         yield
@@ -131,8 +133,21 @@ def definitions() -> dict[Any, Callable[..., Any]]:
         torch.nn.functional.ctc_loss: _ctc_loss,
         torch.ctc_loss: _ctc_loss,
         torch.nn.functional.multilabel_margin_loss: multilabel_margin_loss,
+        torch.nn.functional.one_hot: one_hot,
         torch.Tensor.unfold: windows,
     }
+
+
+def one_hot(x: Any, num_classes: int = -1) -> Any:
+    """1 at the class, 0 elsewhere, where every class is looked up among all of them, so that it is refused where there
+    is none of that number: a trace by PyTorch leaves that check out, or has it apart from what is compiled.
+    """
+    import torch
+
+    if num_classes < 1 or x.dtype is not torch.int64:
+        return torch.nn.functional.one_hot(x, num_classes)
+    every = torch.arange(num_classes, device=x.device)
+    return (every.index_select(0, x.reshape(-1)).view(*x.shape, 1) == every).to(torch.int64)
 
 
 def _cov(x: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:

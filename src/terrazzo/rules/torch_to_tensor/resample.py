@@ -41,7 +41,7 @@ def _cubic(a: float) -> Kernel:
         near = t.apply("mul", t.apply("sub", one, x), rest)
         left = t.apply("sub", x, two)
         far = t.apply("mul", t.apply("mul", t.apply("mul", left, left), t.apply("sub", x, one)), c(a, x))
-        return t.where(t.apply("le", x, one), near, t.where(t.apply("lt", x, two), far, c(0.0, x)))
+        return t.where(t.apply("le", x, one), near, t.where(t.apply("ge", x, two), c(0.0, x), far))  # NaN of NaN
 
     return kernel
 
@@ -107,11 +107,12 @@ def _near(real: Any, n: int) -> Any:
 
 def _around(real: Any, count: int, kernel: Kernel, whole: DType, n: int = 0) -> tuple[Any, Any]:
     """(places, weights) of the `count` elements around each of `real`; the places may be outside. Where nothing is read
-    outside of an image of n elements, they are near to it.
+    outside of an image of n elements, they are near to it. An infinite place is far outside, where two elements have no
+    weight; the weights of four are NaN there, as on a GPU.
     """
-    first = t.apply("floor", real)
-    first = t.cast(_near(first, n) if n else first, whole)
-    return _taps(first, t.apply("sub", real, t.cast(first, real.type.dtype)), count, kernel)
+    below = t.apply("floor", real)
+    first = t.cast(_near(below, n) if n else below, whole)
+    return _taps(first, t.apply("sub", real, t.cast(first, real.type.dtype) if count == 2 else below), count, kernel)
 
 
 def _taps(first: Any, rest: Any, count: int, kernel: Kernel) -> tuple[Any, Any]:
@@ -299,8 +300,8 @@ def grid_sampler(node: Aten, x: Any, grid: Any, mode: int, padding: int, align: 
             place = t.reshape(t.cast(nearest, whole), (*sites, 1))
             weight = t.literal(1.0, dtype, place.type.shape)
         else:
-            place, weight = _around(real, 4, cubic, whole, 0 if padding else n)
-            place = t.cast(_padded(t.cast(place, dtype), n, padding, align), whole)
+            place, weight = _around(real, 4, cubic, dtype if padding else whole, 0 if padding else n)
+            place = t.cast(_padded(place, n, padding, align), whole)
         if mode == 2 and padding:
             along.append(Taps(limited(place, n), weight, axes))  # all of them are inside
         else:

@@ -16,7 +16,7 @@ import numpy as np
 
 from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_most
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_most
 from terrazzo.ir.node import Node, topological, transform
 from terrazzo.rules.loop.folding.fold import folding, place
 from terrazzo.targets.cpu.runs import zero
@@ -93,12 +93,17 @@ def _cuts(stores: Sequence[l.Store], axis: Any, named: Any, of: Any) -> list[int
     found: set[int] = set()
     for x in topological(stores, stop=named.__contains__):
         for change in of(x):
-            if isinstance(change.of, Expr) and change.of.free == {axis}:
+            if isinstance(change.of, Expr) and change.of.free == {axis} and not _from_data(change.of):
                 values = change.into(evaluate(change.of, {axis: np.arange(axis.extent)}))
                 ends = (np.flatnonzero(np.diff(values)) + 1).tolist()
                 few = len(ends) < MOST and (len(ends) + 1) * change.least <= axis.extent
                 found |= set(ends) if few else set()
     return sorted(found) if len(found) < MOST else []
+
+
+def _from_data(e: Expr) -> bool:
+    """Whether it is known only when the program runs, at whatever index."""
+    return any(isinstance(y, Loaded) for y in topological([e]))
 
 
 def conditions(x: Node) -> Iterator[Change]:
