@@ -97,8 +97,15 @@ def test_an_index_out_of_range(pick: Any, target: str, tmp_path: Path) -> None:
         lambda x, ids: x.index_add(0, ids, x[:2]),
         lambda x, ids: x.index_put((ids,), x[:2]),
         lambda x, ids: x.index_reduce(0, ids, x[:2], "amax"),
+        lambda x, ids: x.index_copy(0, ids, x[:2]),
+        lambda x, ids: x.scatter(0, ids[:, None] * 3 - 2 * ids[:, None], 9.0),
+        lambda x, ids: x.index_add(0, ids * 3 - 2 * ids, x[:2]),
+        lambda x, ids: x.index_put((ids * 3 - 2 * ids,), x[:2]),
     ],
-    ids=("scatter", "scatter_add", "index_add", "index_put", "index_reduce"),
+    ids=(
+        *("scatter", "scatter_add", "index_add", "index_put", "index_reduce", "index_copy"),
+        *("scatter, computed", "index_add, computed", "index_put, computed"),
+    ),
 )
 def test_a_place_out_of_range_is_not_written_to_nowhere(write: Any, target: str, tmp_path: Path) -> None:
     options = {"cache_dir": tmp_path, "target": target}
@@ -118,8 +125,9 @@ def test_a_place_out_of_range_is_not_written_to_nowhere(write: Any, target: str,
         lambda x, ids: x.scatter_add(0, ids[:, None].expand(2, 2), x[:2]),
         lambda x, ids: x.index_add(0, ids, x[:2]),
         lambda x, ids: x.index_reduce(0, ids, x[:2], "prod"),
+        lambda x, ids: x.index_copy(0, ids, x[:2]),
     ],
-    ids=("gather", "scatter_add", "index_add", "index_reduce"),
+    ids=("gather", "scatter_add", "index_add", "index_reduce", "index_copy"),
 )
 def test_what_counts_no_index_from_the_end(f: Any, target: str, tmp_path: Path) -> None:
     x, ids = torch.randn(4, 2), torch.tensor([0, -1])

@@ -20,8 +20,8 @@ WHOLE = (
     "max_pool3d_with_indices", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d",
     "grid_sampler_2d", "native_dropout", "linspace", "nll_loss_forward", "nll_loss2d_forward",
     "stack", "_unsafe_view", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like",
-    "zeros_like", "ones_like", "embedding_dense_backward", "index_add", "col2im", "max_unpool2d", "max_unpool3d",
-    "unfold_backward",
+    "zeros_like", "ones_like", "embedding_dense_backward", "index_add", "index_copy", "col2im", "max_unpool2d",
+    "max_unpool3d", "unfold_backward",
 )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class Direct:
         places = {x: self.builder.registers(ONCE, x.dtype, sizes) for x in used}
         here = scope.inner()
         here.env |= before
-        here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in later)))
+        here.pending = (*here.pending, *_anywhere(inside, later))
 
         def step() -> None:
             for x in mine:
@@ -167,7 +167,7 @@ class Direct:
         if not any(x in same for x in used):
             return {}
         here = scope.inner()
-        here.pending = (*here.pending, *(e for e in inside if not any(mentions(e, v) for v in loops)))
+        here.pending = (*here.pending, *_anywhere(inside, loops))
         for x in same:
             self.compute(x, here)
         found = {x: here(x) for x in same}
@@ -219,8 +219,7 @@ class Direct:
         found: l.Load = scope(x.load)
         over = [v for v in (*inner, *self.rows) if _mentions(found, v)]
         others = {*inner, *self.rows, *self.own} - {*over, *((x.j,) if x.j is not None else ())}
-        known = [e for e in (_somewhere(e, others) for e in inside) if e is not None]
-        guards = (*found.inside, *known, *scope.pending)
+        guards = (*found.inside, *_anywhere(inside, others), *scope.pending)
         init = l.Literal(zero(x.load.dtype), x.load.dtype) if guards else None
         own = (x.j,) if x.j is not None else ()
         at = (*over, *own) or (0,)  # a move is between arrays
@@ -238,6 +237,11 @@ class Direct:
 
         self.builder.loops(_unrolled(over if x.wide else (*over, *own)), at_once if x.wide else one)
         return l.Load(place, at)
+
+
+def _anywhere(inside: Sequence[IntExpr], variables: Iterable[Var]) -> list[IntExpr]:
+    """What holds wherever all conditions do at some values of variables, as far as that is known."""
+    return [e for e in (_somewhere(e, variables) for e in inside) if e is not None]
 
 
 def _somewhere(e: IntExpr, variables: Iterable[Var]) -> IntExpr | None:

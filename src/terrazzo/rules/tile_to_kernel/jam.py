@@ -25,7 +25,7 @@ from terrazzo.rules.tile import bodies
 from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value, zero
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
-from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.scope import Scope, noting_nothing
 
 
 class Jam:
@@ -88,11 +88,12 @@ class Jam:
         """A term where writing is. Points beyond the end load nothing."""
         if term in scope.env or isinstance(term, l.Reduce | l.Get):
             return
-        found = scope(term)
+        found, here = scope(term), self.moving(term)
+        ends = [e for e in self.ends if any(mentions(e, v) for v in here)]
         if isinstance(term, l.Load):
-            here = self.moving(term)
-            ends = [e for e in self.ends if any(mentions(e, v) for v in here)]
             found = l.Load.make(found.buffer, found.index, (*found.inside, *ends))
+        else:
+            found = noting_nothing(found, ends)
         scope.env[term] = self.builder.let(found, "in" if isinstance(term, l.Load) else "v")
 
     def prepare(self, terms: Sequence[Node], scope: Scope) -> list[Node]:

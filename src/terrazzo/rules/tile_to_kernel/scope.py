@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from terrazzo.ir.dialects import kernel as k
-from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node, substitute
-from terrazzo.rules.tile.digits import Digit
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import IntExpr, Loaded
+from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.types import i64
+from terrazzo.rules.tile.digits import Digit, zero
 
 
 @dataclass
@@ -38,3 +40,23 @@ class Scope:
 
     def all(self, xs: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(map(self, xs))
+
+
+def noting_nothing(term: Any, inside: Sequence[IntExpr]) -> Any:
+    """A term whose indices from data are 0 where something `inside` is negative. Threads beyond the end compute it,
+    too, of what is not loaded there: they must not note that an index is out of range.
+    """
+    if not inside or not any(isinstance(x, Loaded) for x in topological([term])):
+        return term
+    conditions = [l.apply("ge", l.Index(e), l.Literal(0, i64)) for e in inside]
+    among = conditions[0]
+    for condition in conditions[1:]:
+        among = l.apply("and_", among, condition)
+
+    def visit(x: Any) -> Any:
+        if not isinstance(x, Loaded):
+            return x
+        kind = x.value.dtype  # type: ignore[attr-defined]
+        return Loaded(l.apply("where", among, x.value, l.Literal(zero(kind), kind)), x.extent)
+
+    return transform(term, visit)

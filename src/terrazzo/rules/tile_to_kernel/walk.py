@@ -34,7 +34,7 @@ from terrazzo.rules.tile_to_kernel.in_frame import InFrame, StepFrame, stepwise,
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
-from terrazzo.rules.tile_to_kernel.scope import Scope
+from terrazzo.rules.tile_to_kernel.scope import Scope, noting_nothing
 from terrazzo.rules.tile_to_kernel.team_tile import Leaf, leaf
 
 
@@ -95,7 +95,10 @@ class Walker:
             return
         found = scope(term)
         if isinstance(term, l.Load) and (data_says(term) or not in_bounds(found)):
-            found = l.Load.make(found.buffer, found.index, (*found.inside, *scope.pending))
+            told = [noting_nothing(e, scope.pending) for e in found.inside]
+            found = l.Load.make(found.buffer, found.index, (*told, *scope.pending))
+        elif not isinstance(term, l.Load):
+            found = noting_nothing(found, scope.pending)
         scope.env[term] = self.builder.let(found, "in" if isinstance(term, l.Load) else "v")
         if term in scope.kept:
             place, index = scope.kept[term]

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.ir.address import flatten, unflatten
-from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.program import Input
 from terrazzo.ir.types import Type, bool_, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, operand, result
@@ -41,20 +39,11 @@ def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 
 
-def _points(index: Any, place: IntExpr, extent: Any, given: bool) -> Any:
-    """Whether an index is `place`. One that is `given` is checked, as one that is read by: no source vanishes unsaid.
-    Others are computed where a kernel has a result, and by threads beyond its end too, where they may be anything.
-    """
+def _points(index: Any, place: IntExpr, extent: Any) -> Any:
+    """Whether an index is `place`. It is checked, as one that is read by: no source vanishes unsaid."""
     space = index.type.shape
-    value = t.iota(space, t.loaded(index, t.coordinates(space), extent)) if given else index
+    value = t.iota(space, t.loaded(index, t.coordinates(space), extent))
     return t.apply("eq", value, t.iota(space, place))
-
-
-def _given(index: Any) -> bool:
-    """Whether indices are in memory: an input, or what PyTorch computes, seen through views and conversions."""
-    while isinstance(index, t.IndexMap | t.Get) or (isinstance(index, t.Elementwise) and index.fn in sc.CASTS.values()):
-        index = index.args[0] if isinstance(index, t.Elementwise) else index.x
-    return isinstance(index, Input | t.Opaque)
 
 
 def _last(hit: Any) -> Any:
@@ -115,7 +104,7 @@ def scattered(x: Any, dim: int, index: Any, source: Any, reduction: str = "", in
     here = t.coordinates(space)
     place = [here[-1] if d == dim else e for d, e in enumerate(here[:-1])]
     inside = [n - 1 - e for d, (e, n) in enumerate(zip(place, index.type.shape, strict=True)) if d != dim]
-    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim], _given(index))
+    hit = _points(t.index_map(index, space, place, inside), here[dim], shape[dim])
     hit = t.apply("and_", hit, holds(space, [e for e in inside if not isinstance(e, int)]))
     if reduction:
         return combined(x, t.index_map(source, space, place, inside), hit, reduction, include)
@@ -177,7 +166,7 @@ def _hits(
     hit: Any = None
     for i, n, e in zip(indices, extents, place, strict=True):
         flat = t.reshape(t.broadcast(wrapped(i, n) if from_end else t.cast(i, i64), shared), (count,))
-        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n, _given(i))
+        same = _points(t.index_map(flat, space, [t.coordinates(space)[-1]]), e, n)
         hit = same if hit is None else t.apply("and_", hit, same)
     return hit
 
@@ -269,6 +258,18 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True, False)
 
 
+@aten("index_copy.default")
+def index_copy(node: Aten, x: Any, dim: int, index: Any, source: Any) -> Any:
+    """x with the slices source[.., k, ..] at [.., index[k], ..]; the last of several wins. PyTorch's own definition, by
+    index_put, would count negative indices from the end, which index_copy refuses.
+    """
+    need(source.type.dtype is x.type.dtype, "PyTorch refuses a source of another type")
+    index = t.reshape(index, index.type.shape or (1,))
+    if not x.type.rank:
+        return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), False, False), ())
+    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, False, False)
+
+
 @aten("put.default")
 def put_(node: Aten, x: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """The flattened x with the sources at the indices."""
@@ -350,5 +351,5 @@ def as_strided_scatter(
 
 RULES: tuple[Rule, ...] = (
     scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, index_add,
-    put_, masked_scatter, max_unpool, diagonal_scatter, as_strided_scatter,
+    index_copy, put_, masked_scatter, max_unpool, diagonal_scatter, as_strided_scatter,
 )  # fmt: skip
