@@ -216,9 +216,18 @@ def test_two_terms_on_other_instructions(product: Product) -> None:
     right(square.replace(before, after))
 
 
-def test_promotion_is_refused_on_cuda_cores() -> None:
-    with pytest.raises((UserError, Limitation), match="acc0: sums on CUDA cores need no promotion"):
-        derived(Product(**CORES | {"promote": True}).text)
+def test_sums_on_cuda_cores_may_be_promoted() -> None:
+    right(Product(**CORES | {"promote": True}).text)
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_long_sums_on_cuda_cores_are(long: bool) -> None:
+    """Those of two axes, which blocks cannot share; others are cut in pieces, or are short."""
+    deep = 64 if long else 32
+    given = [torch.empty(shape, device="meta") for shape in ((32, deep), (32, 128), (32, deep, 128))]
+    program = capture(F.bilinear, given).program
+    ((_, chosen),) = lowering(program, Options(target="sm_90a", libraries="never")).at("tile").schedules
+    assert ("promote=True" in str(chosen)) is long and "fma" in str(chosen)
 
 
 def test_promotion_is_asked_for_or_not() -> None:

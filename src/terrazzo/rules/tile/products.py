@@ -98,7 +98,6 @@ def promoted(draft: Draft, together: list[str]) -> bool:
         need(not scaled, f"{together[0]}: sums that are scaled are promoted, and its loop does not say promote=True")
         return False
     need(not scaled or len(scales) == 1, f"{together[0]}: its sums are scaled otherwise than those beside them")
-    need(draft.instruction(site) is not None, f"{together[0]}: sums on CUDA cores need no promotion")
     overlaps = any(draft.option(f, "overlap", 0) for a in c.reduce.axes for f in draft.times(a, site))
     need(
         len(together) == len(draft.products) or not overlaps,

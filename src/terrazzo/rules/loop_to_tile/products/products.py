@@ -17,83 +17,14 @@ from terrazzo.ir.expr import Expr, FloorDiv, Mod
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, loads
+from terrazzo.ir.types import f32
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.results import apart, partly_stored, results
+from terrazzo.rules.loop_to_tile.products.sizes import CUDA_CORES, TENSOR_CORES, WITH_TMA, Tile
 from terrazzo.rules.loop_to_tile.products.warpgroups import after
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid, size_of, step, vector_of
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A block's part of m and n, a step of k, and how warps and threads divide them: m, n of warps, then of lanes on
-    CUDA cores.
-
-    `rate` is the part of the machine's arithmetic that a full machine reached with this tile (on an H200). `resident`
-    blocks are to fit on a processor. On CUDA cores `inner` products along k come from one load of either operand; 1
-    lays slabs out along m and n instead.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: tuple[int, int]
-    rate: float
-    lanes: tuple[int, int] = (1, 1)
-    ring: int = 4
-    resident: int = 1
-    inner: int = 1
-
-    @property
-    def threads(self) -> int:
-        return math.prod(self.warps) * 32
-
-    def registers(self, count: int, size: int) -> int:
-        """What a thread needs on CUDA cores for `count` products of `size` bytes with one factor in common, addresses
-        included.
-        """
-        m, n = self.m // self.warps[0] // self.lanes[0], self.n // self.warps[1] // self.lanes[1]
-        return (count * m * n + (m + count * n) * max(self.inner, 2)) * max(size // 4, 1) + (32 if size <= 4 else 96)
-
-
-CUDA_CORES = (
-    Tile(128, 128, 8, (4, 2), 0.765, (4, 8), 4, 2),
-    Tile(128, 128, 16, (4, 2), 0.76, (4, 8), 3, 2),
-    Tile(64, 128, 16, (2, 2), 0.75, (4, 8), 3, 4),
-    Tile(128, 64, 16, (2, 2), 0.745, (8, 4), 3, 4),
-    Tile(64, 64, 16, (2, 2), 0.645, (4, 8), 4, 4),
-    Tile(32, 128, 32, (1, 4), 0.59, (4, 8), 3, 2, 4),
-    Tile(32, 64, 32, (1, 4), 0.53, (4, 8), 4, 3, 4),
-    Tile(32, 32, 32, (1, 2), 0.50, (4, 8), 4, 6, 4),
-    Tile(16, 64, 32, (1, 4), 0.42, (4, 8), 4, 3, 4),
-    Tile(16, 32, 32, (1, 2), 0.35, (4, 8), 4, 6, 4),
-)
-TENSOR_CORES = (
-    Tile(128, 128, 32, (2, 4), 0.77, resident=2),
-    Tile(128, 64, 64, (2, 2), 0.69, resident=2),
-    Tile(128, 64, 32, (2, 2), 0.69, resident=4),
-    Tile(64, 128, 64, (2, 2), 0.67, resident=2),
-    Tile(64, 64, 64, (2, 2), 0.61, resident=3),
-    Tile(32, 128, 64, (1, 4), 0.50, resident=2),
-    Tile(32, 64, 64, (1, 4), 0.40, resident=4),
-    Tile(32, 32, 128, (1, 2), 0.30, resident=3),
-    Tile(16, 64, 128, (1, 4), 0.25, resident=2),
-)
-
-WITH_TMA = (
-    Tile(128, 128, 64, (2, 4), 0.72, ring=3, resident=2),
-    Tile(128, 64, 64, (2, 2), 0.67, resident=2),
-    Tile(64, 128, 64, (2, 2), 0.65, resident=2),
-    Tile(64, 64, 64, (2, 2), 0.53, resident=3),
-    Tile(32, 128, 64, (1, 4), 0.55, resident=2),
-    Tile(32, 64, 64, (1, 4), 0.50, resident=4),
-    Tile(32, 32, 128, (1, 2), 0.28, resident=3),
-    Tile(16, 64, 128, (1, 4), 0.23, resident=2),
-)
-"""Tiles on tensor cores where operands come by TMA, from sm_90 on. Their rates, and what is said of TMA below, are
-fitted to 239 schedules on an H200 (benchmarks/fits/h200-tiles.json), of which 36 % are off by more than 14 %.
-"""
 
 
 @dataclass(frozen=True)
@@ -129,13 +60,26 @@ def plans(p: Product, gpu: Gpu, cores: bool = False) -> list[Plan]:
     some = _tiles(gpu, instruction) if instruction else [_as_long(t, p) for t in CUDA_CORES]
     tiles = (_ring(_shared(t, len(p.sites)), p, gpu, by) for t in some)
     size = 4 if instruction else p.sites[0].reduce.dtype.size
+    cut = (
+        (t if instruction else _promoted(t, p, s), s) for t in tiles if t for s in _pieces(p, t, gpu, instruction, by)
+    )
     found = [
         _plan(p, gpu, t, s, instruction, by)
-        for t in tiles
-        if t and (instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256))
-        for s in _pieces(p, t, gpu, instruction, by)
+        for t, s in cut
+        if instruction or t.registers(len(p.sites), size) < 65536 // max(t.threads, 256)
     ]
     return sorted(found, key=lambda x: x.time)
+
+
+LONG = 8192
+"""Products that a sum on CUDA cores has, from which on those of every step are added up by themselves. The error of one
+that adds them one after the other grows with the root of their number, and libraries cut long sums."""
+
+
+def _promoted(t: Tile, p: Product, pieces: int) -> Tile:
+    """A tile on CUDA cores for a sum in so many pieces, promoted where these are long sums in float32."""
+    length = math.prod(a.extent for a in p.axes) // pieces
+    return replace(t, promoted=length >= LONG and p.sites[0].reduce.dtype is f32)
 
 
 def _tiles(gpu: Gpu, instruction: str | None) -> tuple[Tile, ...]:
@@ -322,7 +266,7 @@ def _plan(p: Product, gpu: Gpu, t: Tile, pieces: int, instruction: str | None, b
     rate = (gpu.tensor if kind else gpu.fma) / gpu.processors * t.rate * (together / resident) ** ALONE[kind]
     rate *= 1.0 if kind else min(1.0, together * t.threads / ISSUING)
     steps = depth // last * ceil(ceil(last, pieces), t.k)
-    rate /= 1.0 if kind else _starved(t, count, down, beside) * _widened(t, p)
+    rate /= 1.0 if kind else _starved(t, count, down, beside) * _widened(t, p) * (1 + t.promoted / t.k)
     arithmetic = busiest * 2.0 * t.m * t.n * t.k * steps * count / rate
     moved = sum(_fetched(x, p, t) for x in p.operands) / 32 * MOVING[by] if by else 0.0
     issue = moved / (ISSUED * gpu.fma / gpu.processors / 256)
@@ -454,9 +398,8 @@ def _schedule(p: Product, plan: Plan, gpu: Gpu, transport: str) -> Schedule:
         1 if alone else min(t.resident, 65536 // (t.threads * t.registers(len(p.sites), p.sites[0].reduce.dtype.size)))
     )
     ring = t.ring if (transport if plan.instruction else by) != "ld" else 2
-    lines.append(
-        (f"r{last.label}", (Factor("time", ceil(last.extent, step), (("ring", ring),)), Factor("block", step)))
-    )
+    how = (("ring", ring), *((("promote", True),) if t.promoted else ()))
+    lines.append((f"r{last.label}", (Factor("time", ceil(last.extent, step), how), Factor("block", step))))
     stores = tuple(dict.fromkeys(b.name for b in kernel.writes))
     like = Site(stores, ((p.m.name, Like(p.names[0])), (p.n.name, Like(p.names[0]))))
     return Schedule(
