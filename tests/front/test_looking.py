@@ -178,7 +178,7 @@ def test_a_class_that_there_is_not_is_refused(way: str, target: str, tmp_path: P
         fast = torch.compile(hot, backend="terrazzo", options={**options, "strict": True})
     assert torch.equal(fast(x), hot(x)) and fast(x).dtype is torch.int64
     for wrong in (x + 1, x - 1):
-        with pytest.raises(IndexOutOfRange, match=r"ind\w+ .*is out of range"):
+        with pytest.raises(IndexOutOfRange, match="is out of range"):
             fast(wrong)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+import terrazzo
 
 NORMS: dict[str, Callable[..., Any]] = {
     "layer": lambda x, w, b: F.layer_norm(x, (8,), w, b),
@@ -41,3 +45,23 @@ def _gradients(f: Callable[..., Any], given: list[torch.Tensor]) -> tuple[torch.
     y = f(*given)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(y.dtype)
     return torch.autograd.grad(y, given, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["capture", "dynamo"])
+def test_running_statistics_are_rounded_once(way: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As by PyTorch's kernels for a GPU; its definition rounds what is left of the old ones, too."""
+    torch.manual_seed(0)
+    norm, x = torch.nn.BatchNorm2d(64).to(dtype), torch.randn(4, 64, 5, 5).to(dtype)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    wide = copy.deepcopy(norm).double()
+    options = {"target": "cpu", "cache_dir": tmp_path}
+    torch._dynamo.reset()
+    if way == "capture":
+        fast = terrazzo.compile(norm, x, options=options)
+    else:
+        fast = torch.compile(norm, backend="terrazzo", options={**options, "strict": True})
+    fast(x), wide(x.double())
+    for ours, exact in ((norm.running_mean, wide.running_mean), (norm.running_var, wide.running_var)):
+        assert ours.dtype is dtype and (ours != exact.to(dtype)).sum() <= 1
