@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -63,3 +64,20 @@ def test_a_maximum_of_what_was_rounded_to_bfloat16_is_in_vectors(compiler: str, 
     native = [] if "-march" in compiler else ["-march=native"]
     command = [*shlex.split(compiler), *flags.split(), *native, str(tmp_path / "kernel.cpp")]
     assert "loop vectorized" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def test_what_lies_in_a_run_is_not_gathered(tmp_path: Path) -> None:
+    """A lambda within what threads share has pointers by value, and the places that data says are vectors too."""
+    x, i = torch.randn(512, 1024).bfloat16(), torch.randint(1024, (512, 1024))
+    norm = lambda x: torch.nn.functional.rms_norm(x, (1024,))  # noqa: E731
+    for fn, given in ((norm, (x,)), (lambda x, i: x.gather(1, i), (x, i))):
+        text = text_of(fn, *given)
+        assert "[&]" not in text
+        source = tmp_path / "kernel.cpp"
+        kernels = lowering(capture(fn, given).program, Options(target="cpu")).loop.steps
+        source.write_text("".join(emit(k)[1] for k in kernels if isinstance(k, l.Kernel)))
+        command = [*shlex.split(str(COMPILER)), "-std=c++17", "-O3", "-fopenmp", "-march=x86-64-v4", "-S", "-o", "-"]
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip("no compiler for x86-64-v4")
+        assert not re.search(r"\tvp?gather", done.stdout)

@@ -156,9 +156,9 @@ class Compiled:
         return out
 
     def _run(self, frame: Frame, tensors: dict[int, Any], queue: int) -> None:
+        theirs = frame.adopted
         for work in frame.work:
             if work.begins:
-                theirs = frame.adopted
                 made = {k: tensors[theirs[k]] if k in theirs else expected.empty() for k, expected in work.begins}
                 tensors.update(made)
                 frame.point(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr
@@ -69,3 +71,15 @@ def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str
         heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
     lines[-1] += " {"
     return lines, heads
+
+
+def noted(line: str) -> str:
+    """A line of a kernel that notes what is bad without a branch: threads and lanes note each for themselves."""
+    return line + " reduction(|:bad)" if "#pragma omp" in line else line
+
+
+def by_value(line: str, pointers: Sequence[str]) -> str:
+    """The head of a lambda that has pointers by value: one that it has by reference GCC reads again at each step, and
+    gathers with many reads what lies in one run.
+    """
+    return line.replace("[&](", f"[&, {', '.join(pointers)}](")
