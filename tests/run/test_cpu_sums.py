@@ -81,3 +81,23 @@ def test_what_lies_in_a_run_is_not_gathered(tmp_path: Path) -> None:
         if done.returncode:
             pytest.skip("no compiler for x86-64-v4")
         assert not re.search(r"\tvp?gather", done.stdout)
+
+
+@pytest.mark.parametrize("march", MARCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_what_is_read_across_is_turned(dtype: torch.dtype, march: str, tmp_path: Path) -> None:
+    x = (torch.randn(3, 75, 64) * 9).to(dtype)
+    for given in (x, x[:, :64, :40].contiguous()):
+        fn = lambda x: x.transpose(1, 2).contiguous() * 2  # noqa: E731
+        compiled = terrazzo.compile(fn, given, options={"compiler": march, "cache_dir": tmp_path})
+        assert torch.equal(compiled(given), fn(given))
+    assert dtype is torch.bool or "tz_across<" in text_of(lambda x: x.transpose(1, 2).contiguous(), x)
+
+
+def test_parts_of_a_number_are_stored_one_by_one() -> None:
+    """Not chosen by a condition along an axis of two, which is no vector."""
+    x, y = torch.randn(2, 33, 2).chunk(2)
+    fn = lambda a, b: torch.stack((a * b, a + b, a - b), -1)  # noqa: E731
+    text = text_of(fn, x, y)
+    assert "?" not in text and "< 3" not in text and "#pragma omp" in text
+    assert torch.equal(terrazzo.compile(fn, x, y)(x, y), fn(x, y))

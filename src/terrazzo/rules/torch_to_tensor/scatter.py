@@ -37,6 +37,17 @@ REDUCTIONS = {
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
 
+def comparisons(op: Aten) -> int:
+    """How many indices are compared for a scatter, index_add or index_put of Torch IR."""
+    x, shape = op.args[0].type, op.args[0].type.static_shape
+    if "index_put" not in op.name:
+        index = op.args[2].type.static_shape or (1,)
+        return math.prod(shape) * (index[normalize(op.args[1], len(index))] if x.rank else 1)
+    used = [d for d, i in enumerate(op.args[1]) if i is not None]
+    count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
+    return math.prod(shape if True in op.args[3:4] else [shape[d] for d in used]) * count
+
+
 def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 

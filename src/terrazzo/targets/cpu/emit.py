@@ -24,7 +24,7 @@ from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import range_of
 from terrazzo.targets.cpu import blocked, chained, looked_up, scanned
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
-from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, by_value, header, noted, pieces, squares, takes_several
+from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, by_value, header, noted, pieces, takes_several
 from terrazzo.targets.cpu.merged import as_stored, merged
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
@@ -45,6 +45,7 @@ from terrazzo.targets.cpu.rows import (
 )
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
 from terrazzo.targets.cpu.tables import tabled
+from terrazzo.targets.cpu.turned import in_squares
 from terrazzo.targets.names import Names, comment, identifier
 from terrazzo.targets.terms import Scope, c_type, component, expression, in_memory, index, term
 
@@ -234,7 +235,8 @@ class _Writer:
             lines += ["  " * k + y for y in (*declare(x, inner), header(x.axes[0], inner, x.kind))]
         depth = "  " * (len(nested) - tiled)
         lines += [
-            depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
+            depth + x
+            for x in (in_squares(self, nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
         ]
         lines += ["  " * k + "}" for k in reversed(range(len(nested) - tiled))]
         self.parallel = outer
@@ -248,12 +250,6 @@ class _Writer:
         return [
             n.Loop(s.kind, (axis,), (*map(n.Let, computed_for(stores, scope.names)), *stores)) for axis, stores in found
         ]
-
-    def tile(self, outer: n.Loop, leaf: n.Loop, scope: Scope) -> list[str]:
-        """Two free loops in squares: what is read across stays in the first-level cache until all is used."""
-        lines, heads = squares(outer.axes[0], leaf.axes[0], scope)
-        lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
-        return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
 
     def columns(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the

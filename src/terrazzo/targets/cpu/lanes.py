@@ -59,18 +59,22 @@ def header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "")
     return f"for (int64_t {name} = {start}; {name} < {end or index(extent, scope)}; {name}++) {{  // {kind}"
 
 
-def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str]]:
-    """The heads of loops over squares of two axes, the last of which is open, and those of the loops in a square."""
-    lines, heads = [], []
+def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """The heads of loops over squares of two axes, the last of which is open, those of the loops in a square, and of
+    both axes where a square begins, and how long it is.
+    """
+    lines, heads, sides = [], [], []
     for axis in (outer, inner):
         block = scope.fresh("b")
         scope.names[axis] = name = scope.fresh("i")
         extent: IntExpr = axis.extent  # type: ignore[attr-defined]
         lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-        end = f"std::min<int64_t>({block} + {TILE}, {extent})"
-        heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
+        whole = isinstance(extent, int) and extent % TILE == 0
+        side = str(TILE) if whole else f"std::min<int64_t>({TILE}, {extent} - {block})"
+        heads.append(f"for (int64_t {name} = {block}; {name} < {block} + {side}; {name}++) {{  // free")
+        sides.append((block, side))
     lines[-1] += " {"
-    return lines, heads
+    return lines, heads, sides
 
 
 def noted(line: str) -> str:
