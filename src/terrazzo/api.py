@@ -28,6 +28,7 @@ class CompiledCall:
         from terrazzo.front.capture import TENSOR
 
         self.captured, self.compiled, self.tensor = captured, compiled, torch.Tensor
+        self.tensors = frozenset((torch.Tensor, torch.nn.Parameter))  # what a call is given, nearly always
         self.only_tensors = all(expected is TENSOR for expected in captured.leaves)
         self.count = count = len(captured.leaves)
         self.positional = count if captured.arguments == pytree.tree_structure(((0,) * count, {})) else None
@@ -68,7 +69,7 @@ class CompiledCall:
 
     def _tensors(self, flat: Sequence[Any]) -> list[Any]:
         """The tensors among the arguments; UserError where something else is not what it was compiled for."""
-        if self.only_tensors and len(flat) == self.count and all(isinstance(x, self.tensor) for x in flat):
+        if self.only_tensors and len(flat) == self.count and self.tensors.issuperset(map(type, flat)):
             return list(flat)
         from terrazzo.front.capture import TENSOR
 

@@ -186,10 +186,12 @@ TZ double tz_cos(double x) { return cos(x); }
 #define TZ_BYTES 16
 #define TZ_ROWS 4
 #endif
-// `type` is for registers, which the compiler may keep on the stack, aligned; `memory` is what lies anywhere.
+// `type` is for registers, which the compiler may keep on the stack, aligned; `memory` is what lies anywhere, and `bits`
+// what are numbers of another type there.
 template <class T> struct tz_vec {
   typedef T type __attribute__((vector_size(TZ_BYTES)));
   typedef T memory __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T))));
+  typedef T bits __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T)), may_alias));
   static constexpr int lanes = TZ_BYTES / sizeof(T);
 };
 template <class T> constexpr int tz_cols() { return 2 * tz_vec<T>::lanes; }
@@ -301,9 +303,9 @@ template <int H, class V, int L> TZ void tz_turn(V (&x)[L]) {
 // to[a][b] = from[b * stride + a], in rows of `wide`: a transposition, in squares of one vector, of bits.
 template <int wide, class T> static inline void tz_across(const T* from, int64_t stride, T* to, int64_t na, int64_t nb) {
   using U = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
-  typedef U V __attribute__((vector_size(TZ_BYTES)));
-  typedef U M __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T)), may_alias));
-  constexpr int L = TZ_BYTES / sizeof(T);
+  using V = typename tz_vec<U>::type;
+  using M = typename tz_vec<U>::bits;
+  constexpr int L = tz_vec<U>::lanes;
   int64_t a0 = 0;
   if (nb == wide)
     for (; a0 + L <= na; a0 += L)
