@@ -537,3 +537,5 @@ def test_what_is_written_where_data_says_is_a_call_where_many_indices_are_compar
     compiled = terrazzo.compile(fn, x, index, new, options={"cache_dir": cache})
     assert torch.equal(compiled(x, index, new), fn(x, index, new))
     assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.index_put.default"] * called
+    masked = lambda x, chosen: x.index_put((chosen,), x.new_zeros(()))  # noqa: E731
+    assert not terrazzo.compile(masked, x, x > 0, options={"cache_dir": cache}).compiled.fallbacks

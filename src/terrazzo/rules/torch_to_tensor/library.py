@@ -18,7 +18,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, bf16, dense, f32, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import comparisons
+from terrazzo.rules.torch_to_tensor.scatter import compares_many
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -443,17 +443,14 @@ def _on_a_processor(op: Aten) -> bool:
     float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX). For
     places of their own 0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to 0.9.
     """
-    if op.name == BACKWARD:
-        return True
     family, operations = FAMILIES[op.name]
-    if family == "pooling":
-        return operations(op.args, _result(op), 1) >= POINTS
-    if family == "sampling":
-        return op.args[2] != CUBIC and operations(op.args, _result(op), 1) >= POINTS
-    if family in WRITING:
-        return comparisons(op) > max(COMPARED, COMPARED_EACH * math.prod(_result(op).static_shape))
-    if family not in ("product", "convolution"):
-        return False
+    if family in ("pooling", "sampling"):
+        ours = family == "sampling" and op.args[2] == CUBIC
+        return not ours and operations(op.args, _result(op), 1) >= POINTS
+    if family in ("scatter", "scatter with", "index add", "index put"):
+        return compares_many(op)
+    if family not in ("product", "convolution") or op.name == BACKWARD:
+        return op.name == BACKWARD
     kind, work = _result(op).dtype, operations(op.args, _result(op), 1)
     if kind is bf16:  # a product with one row, or column, waits for memory
         waits = op.name != FORWARD and 1 in _result(op).shape[-2:]
@@ -471,11 +468,8 @@ WORK_IN_BFLOAT16 = 1e7
 """The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
 ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"), ("index put", "f32"))
 """Families that are called on processors only, with their types."""
-WRITING = ("scatter", "scatter with", "index add", "index put")
-COMPARED, COMPARED_EACH = 1 << 15, 2
-"""Comparisons of indices, in all and for an element, above which writing at places that data says is a call."""
 POINTS, CUBIC = 20_000, 2
-"""Points from which on an image is sampled by a call, or gets its gradient from one; and a way that is ours."""
+"""Points from which on an image is sampled, or gets its gradient, by a call; and a way that is ours."""
 PLACES, CHANNELS = 256, 64
 """Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {

@@ -37,15 +37,25 @@ REDUCTIONS = {
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
 
-def comparisons(op: Aten) -> int:
-    """How many indices are compared for a scatter, index_add or index_put of Torch IR."""
+ON_A_PROCESSOR = 1 << 15, 2
+"""Comparisons, in all and for an element, that take as long on a processor as a call of PyTorch."""
+
+
+def compares_many(op: Aten) -> bool:
+    """Whether a scatter, index_add or index_put of Torch IR compares so many indices that a processor is through with
+    PyTorch's loop over the sources sooner.
+    """
     x, shape = op.args[0].type, op.args[0].type.static_shape
-    if "index_put" not in op.name:
+    if "index_put" in op.name:
+        used = [d for d, i in enumerate(op.args[1]) if i is not None]
+        if not all(op.args[1][d].type.dtype.is_integer for d in used):  # a mask, which is a choice at each place
+            return False
+        count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
+        places = math.prod(shape if True in op.args[3:4] else [shape[d] for d in used])
+    else:
         index = op.args[2].type.static_shape or (1,)
-        return math.prod(shape) * (index[normalize(op.args[1], len(index))] if x.rank else 1)
-    used = [d for d, i in enumerate(op.args[1]) if i is not None]
-    count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
-    return math.prod(shape if True in op.args[3:4] else [shape[d] for d in used]) * count
+        count, places = index[normalize(op.args[1], len(index))] if x.rank else 1, math.prod(shape)
+    return bool(places * count > max(ON_A_PROCESSOR[0], ON_A_PROCESSOR[1] * math.prod(shape)))
 
 
 def _affordable(comparisons: int, elements: int) -> None:

@@ -52,10 +52,10 @@ def apart(kernel: l.Kernel) -> list[l.Kernel]:
     """
     if any(isinstance(x, l.Reduce | l.Scan) for x in topological(kernel.stores)):
         return [kernel]
-    *outer, last = kernel.axes or (None,)
-    if outer and isinstance(last.extent, int) and last.extent <= PAIR and _chosen_along(kernel.stores, last):
+    outer, last = kernel.axes[:-1], kernel.axes[-1] if kernel.axes else None
+    if outer and last and isinstance(last.extent, int) and last.extent <= PAIR and _chosen_along(kernel.stores, last):
         stores = [s for k in range(last.extent) for s in _known(kernel.stores, last, k, ())]
-        return apart(l.Kernel(kernel.name, tuple(outer), tuple(stores), kernel.source))
+        return apart(l.Kernel(kernel.name, outer, tuple(stores), kernel.source))
     for n, axis in enumerate(kernel.axes[:-1]):
         inner = math.prod(a.extent if isinstance(a.extent, int) else 1 for a in kernel.axes[n + 1 :])
         if inner >= WORTH and (found := in_pieces(kernel.stores, axis, (), conditions)):
