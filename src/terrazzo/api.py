@@ -22,17 +22,24 @@ class CompiledCall:
     """
 
     def __init__(self, captured: Captured, compiled: Any) -> None:
+        import torch
         from torch.utils import _pytree as pytree
 
-        self.captured, self.compiled = captured, compiled
-        count = len(captured.leaves)
+        from terrazzo.front.capture import TENSOR
+
+        self.captured, self.compiled, self.tensor = captured, compiled, torch.Tensor
+        self.tensors = frozenset((torch.Tensor, torch.nn.Parameter))  # what a call is given, nearly always
+        self.only_tensors = all(expected is TENSOR for expected in captured.leaves)
+        self.count = count = len(captured.leaves)
         self.positional = count if captured.arguments == pytree.tree_structure(((0,) * count, {})) else None
         self.single = captured.structure == pytree.tree_structure(0) and not captured.plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         captured, results = self.captured, self.captured.results
         assert results is not None  # it was captured with views
-        inputs = [*captured.state, *self._tensors(self._leaves(args, kwargs))]
+        inputs = self._tensors(self._leaves(args, kwargs))
+        if captured.state:
+            inputs = [*captured.state, *inputs]
         if captured.numbers:
             self._refuse_changed()
         if captured.changed:
@@ -62,13 +69,13 @@ class CompiledCall:
 
     def _tensors(self, flat: Sequence[Any]) -> list[Any]:
         """The tensors among the arguments; UserError where something else is not what it was compiled for."""
-        import torch
-
+        if self.only_tensors and len(flat) == self.count and self.tensors.issuperset(map(type, flat)):
+            return list(flat)
         from terrazzo.front.capture import TENSOR
 
         tensors = []
         for given, expected, name in zip(flat, self.captured.leaves, self.captured.names, strict=True):
-            if isinstance(given, torch.Tensor) and expected is TENSOR:
+            if isinstance(given, self.tensor) and expected is TENSOR:
                 tensors.append(given)
             elif expected is TENSOR:
                 raise UserError(f"argument {name}: compiled for a tensor, got {given!r}")

@@ -526,3 +526,16 @@ def test_a_processor_says_what_it_multiplies(monkeypatch: pytest.MonkeyPatch) ->
         assert processor.multiplies_bfloat16() == does
     monkeypatch.setattr(processor, "told", dict)
     assert not processor.multiplies_bfloat16()
+
+
+@pytest.mark.parametrize(("rows", "written", "called"), [(600, 300, True), (600, 4, False), (60, 40, False)])
+def test_what_is_written_where_data_says_is_a_call_where_many_indices_are_compared(
+    rows: int, written: int, called: bool, cache: Path
+) -> None:
+    x, index, new = torch.randn(rows, 8), torch.randperm(rows)[:written], torch.randn(written, 8)
+    fn = lambda x, i, new: x.index_put((i,), new)  # noqa: E731
+    compiled = terrazzo.compile(fn, x, index, new, options={"cache_dir": cache})
+    assert torch.equal(compiled(x, index, new), fn(x, index, new))
+    assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.index_put.default"] * called
+    masked = lambda x, chosen: x.index_put((chosen,), x.new_zeros(()))  # noqa: E731
+    assert not terrazzo.compile(masked, x, x > 0, options={"cache_dir": cache}).compiled.fallbacks

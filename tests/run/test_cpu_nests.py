@@ -100,6 +100,17 @@ def _scans() -> None:
             )
             pair = t.scan("logsumexp", (x, t.literal(1.0, f32, shape)), axis)
             case(f"scan logsumexp {shape} along {axis}", *pair, x=numbers(f32, *shape), tolerance=1e-5)
+    for shape in (2, 6, 131), (3, 70), (4417,), (3, 4200):  # rows in turns, a row alone, and in chunks
+        x, axis = given("x", f32, *shape), len(shape) - 1
+        position = t.iota(shape, t.coordinates(shape)[axis])
+        rounded = np.round(numbers(f32, *shape) * 3)
+        rounded[..., 40:44] = np.inf, np.nan, 5, np.nan
+        for m in "argmax_last", "argmin_last", "argmax":
+            case(f"long scan {m} {shape}", *t.scan(m, (x, position), axis), x=rounded)
+        scaled = t.apply("mul", t.scan("sum", t.apply("exp", x), axis), x)
+        case(f"long scan of exponentials {shape}", scaled, x=numbers(f32, *shape), tolerance=1e-4)
+        wide = t.scan("prod", t.cast(x, f64), axis)
+        case(f"long scan prod {shape}", t.cast(wide, f32), x=1 + numbers(f32, *shape) / 50, tolerance=1e-5)
     x = given("x", i64, 6, 40)
     case("scan of integers with what follows", t.apply("mul", t.scan("sum", x, 1), x), x=numbers(i64, 6, 40))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -63,3 +64,40 @@ def test_a_maximum_of_what_was_rounded_to_bfloat16_is_in_vectors(compiler: str, 
     native = [] if "-march" in compiler else ["-march=native"]
     command = [*shlex.split(compiler), *flags.split(), *native, str(tmp_path / "kernel.cpp")]
     assert "loop vectorized" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def test_what_lies_in_a_run_is_not_gathered(tmp_path: Path) -> None:
+    """A lambda within what threads share has pointers by value, and the places that data says are vectors too."""
+    x, i = torch.randn(512, 1024).bfloat16(), torch.randint(1024, (512, 1024))
+    norm = lambda x: torch.nn.functional.rms_norm(x, (1024,))  # noqa: E731
+    for fn, given in ((norm, (x,)), (lambda x, i: x.gather(1, i), (x, i))):
+        text = text_of(fn, *given)
+        assert "[&]" not in text
+        source = tmp_path / "kernel.cpp"
+        kernels = lowering(capture(fn, given).program, Options(target="cpu")).loop.steps
+        source.write_text("".join(emit(k)[1] for k in kernels if isinstance(k, l.Kernel)))
+        command = [*shlex.split(str(COMPILER)), "-std=c++17", "-O3", "-fopenmp", "-march=x86-64-v4", "-S", "-o", "-"]
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip("no compiler for x86-64-v4")
+        assert not re.search(r"\tvp?gather", done.stdout)
+
+
+@pytest.mark.parametrize("march", MARCHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_what_is_read_across_is_turned(dtype: torch.dtype, march: str, tmp_path: Path) -> None:
+    x = (torch.randn(3, 75, 64) * 9).to(dtype)
+    for given in (x, x[:, :64, :40].contiguous()):
+        fn = lambda x: x.transpose(1, 2).contiguous() * 2  # noqa: E731
+        compiled = terrazzo.compile(fn, given, options={"compiler": march, "cache_dir": tmp_path})
+        assert torch.equal(compiled(given), fn(given))
+    assert dtype is torch.bool or "tz_across<" in text_of(lambda x: x.transpose(1, 2).contiguous(), x)
+
+
+def test_parts_of_a_number_are_stored_one_by_one() -> None:
+    """Not chosen by a condition along an axis of two, which is no vector."""
+    x, y = torch.randn(2, 33, 2).chunk(2)
+    fn = lambda a, b: torch.stack((a * b, a + b, a - b), -1)  # noqa: E731
+    text = text_of(fn, x, y)
+    assert "?" not in text and "< 3" not in text and "#pragma omp" in text
+    assert torch.equal(terrazzo.compile(fn, x, y)(x, y), fn(x, y))

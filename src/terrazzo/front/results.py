@@ -231,10 +231,10 @@ def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def laid_out(value: Any, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
     """The value with these strides, which later graphs may rely on: as it is, where the program stores it so."""
-    import torch
-
     if value.stride() == stride or value.numel() == 0:
         return value
+    import torch
+
     if all(n == 1 or a == b for n, a, b in zip(shape, value.stride(), stride, strict=True)):
         return torch.empty(0, dtype=value.dtype, device=value.device).set_(
             value.untyped_storage(), value.storage_offset(), shape, stride

@@ -28,6 +28,7 @@ class Monoid:
 
     `ufunc` is numpy's name for a monoid of one value. A monoid in a `frame` combines its first values by that
     function; the others are sums, each in the frame of all, where they are exp(own frame - that of all) times as much.
+    `after` combines with what is known to come later, where that is less work.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Monoid:
     combine: Callable[[Builder, Values, Values], tuple[Any, ...]]
     ufunc: Any = None
     frame: str = ""
+    after: Callable[[Builder, Values, Values], tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -53,6 +55,16 @@ def _arg(better: str, last: bool) -> Callable[[Builder, Values, Values], tuple[A
         wins = f("or_", f(better, b[0], a[0]), f("and_", nan_b, f("not_", nan_a)))  # nothing is better than NaN
         tie = f("or_", f("eq", a[0], b[0]), f("and_", nan_a, nan_b))
         take = f("or_", wins, f("and_", tie, f("gt" if last else "lt", b[1], a[1])))
+        return f("where", take, b[0], a[0]), f("where", take, b[1], a[1])
+
+    return combine
+
+
+def _arg_after(no_worse: str) -> Callable[[Builder, Values, Values], tuple[Any, ...]]:
+    """The same of a later index that wins among equals."""
+
+    def combine(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
+        take = f("or_", f(no_worse, b[0], a[0]), f("ne", b[0], b[0]))
         return f("where", take, b[0], a[0]), f("where", take, b[1], a[1])
 
     return combine
@@ -98,8 +110,8 @@ MONOIDS = {
         _simple("xor", "xor", lambda t: False if t.kind == "bool" else 0, np.bitwise_xor),
         Monoid("argmax", 2, _arg_identity("lowest", False), _arg("gt", False)),
         Monoid("argmin", 2, _arg_identity("highest", False), _arg("lt", False)),
-        Monoid("argmax_last", 2, _arg_identity("lowest", True), _arg("gt", True)),
-        Monoid("argmin_last", 2, _arg_identity("highest", True), _arg("lt", True)),
+        Monoid("argmax_last", 2, _arg_identity("lowest", True), _arg("gt", True), after=_arg_after("ge")),
+        Monoid("argmin_last", 2, _arg_identity("highest", True), _arg("lt", True), after=_arg_after("le")),
         Monoid("welford", 3, lambda t: (0.0, 0.0, 0.0), _welford),
         Monoid("logsumexp", 2, lambda t: (t[0].lowest, 0.0), _logsumexp, None, "max"),
     )

@@ -72,6 +72,9 @@ class Compiled:
         self.expected = [Expected(self.plan.slots[k], self.machine.device) for k in self.varying]
         self.branched = self.plan.branches > 1
         self.updated = Updated(self.plan)
+        results = self.updated.results
+        self.at_once = isinstance(self.machine, Cpu)  # there are no streams and no devices to choose
+        self.apart = len({*results} - {*self.plan.inputs}) == len(results)
 
     def rebound(self, bound: Mapping[str, Any]) -> Compiled:
         """The program with other weights; machine code and log are shared."""
@@ -117,6 +120,8 @@ class Compiled:
         return {k: given[k] for k in self.plan.updated}
 
     def _call(self, tensors: dict[int, Any], changed: Mapping[int, Any]) -> list[Any]:
+        if self.at_once and self.once is None and not changed:
+            return self._run_all(tensors)
         with self.machine.current():
             if self.once is not None:
                 tensors |= self.once(tensors)
@@ -130,8 +135,10 @@ class Compiled:
             return results
 
     def _run_all(self, tensors: dict[int, Any]) -> list[Any]:
-        self.machine.before()
-        queue = self.machine.queue()
+        queue = 0
+        if not self.at_once:
+            self.machine.before()
+            queue = self.machine.queue()
         captured = (self.branched or self.as_graph) and self.machine.capturing()
         beside = self.branched and captured
         pool = self.frames.setdefault((queue, captured), [])
@@ -148,6 +155,8 @@ class Compiled:
                 self._run(frame, tensors, queue)
         finally:
             pool.append(frame)
+        if self.apart:
+            return list(map(tensors.__getitem__, self.updated.results))
         taken: set[int] = set(self.plan.inputs)  # a result is always a tensor of its own, as it is in eager
         out = []
         for k in self.updated.results:
@@ -156,9 +165,9 @@ class Compiled:
         return out
 
     def _run(self, frame: Frame, tensors: dict[int, Any], queue: int) -> None:
+        theirs = frame.adopted
         for work in frame.work:
             if work.begins:
-                theirs = frame.adopted
                 made = {k: tensors[theirs[k]] if k in theirs else expected.empty() for k, expected in work.begins}
                 tensors.update(made)
                 frame.point(made)

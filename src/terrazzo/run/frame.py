@@ -85,9 +85,12 @@ class Frame:
 
     def point(self, tensors: Mapping[int, Any]) -> None:
         """Write the addresses of tensors that are no temporaries of ours."""
+        pointers = self.pointers
         for k, tensor in tensors.items():
-            for array, position, offset in self.pointers.get(k, ()):
-                array[position] = tensor.data_ptr() + offset
+            if k in pointers:
+                begin = tensor.data_ptr()
+                for array, position, offset in pointers[k]:
+                    array[position] = begin + offset
 
     def view(self, k: int, tensors: Mapping[int, Any]) -> Any:
         """A tensor of the plan: one of these, or a temporary, or what lies in the memory of one of them."""

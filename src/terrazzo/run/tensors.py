@@ -24,13 +24,15 @@ class Expected:
         self.device = torch.device(device)
         self.slot, self.dtype = slot, to_torch_dtype(DTYPES[slot.dtype])
         self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
+        self.shape, self.strides = slot.shape, slot.strides
+        self.anywhere = self.device.type == "cpu"  # kernels there read at any address
 
     def empty(self) -> Any:
         """A tensor to write to; MemoryError where there is no room for it."""
         import torch
 
         try:
-            return torch.empty_strided(self.slot.shape, self.slot.strides, dtype=self.dtype, device=self.device)
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         except RuntimeError:  # which is how PyTorch says so of the CPU's memory
             if self.device.type != "cpu":
                 raise
@@ -54,20 +56,31 @@ class Expected:
         fits = t.dtype is self.dtype and t.device == self.device and t.layout is self.layout
         if not (fits and t.shape == self.slot.shape and _strides_fit(t, self.slot)) or t.is_neg() or t.is_conj():
             return False
-        aligned = self.device.type == "cpu" or not t.data_ptr() % ALIGNED
+        aligned = self.anywhere or not t.data_ptr() % ALIGNED
         return aligned and type(t) is self.plain and t.untyped_storage().data_ptr() not in others
 
     def check(self, t: Any) -> Any:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
         than was promised.
         """
+        if (  # the common case, with as few questions as there are
+            type(t) is self.plain
+            and t.dtype is self.dtype
+            and t.device == self.device
+            and t.layout is self.layout
+            and t.shape == self.shape
+            and t.stride() == self.strides
+            and not (t.is_neg() or (self.complex and t.is_conj()))
+            and (self.anywhere or not t.data_ptr() % ALIGNED)
+        ):
+            return t
         slot = self.slot
         kind = getattr(t, "dtype", None) is self.dtype and t.device == self.device and t.layout is self.layout
         if kind and t.shape == slot.shape and _strides_fit(t, slot):
             if t.is_neg() or (self.complex and t.is_conj()):  # what lies in its memory is not its value
                 return self.holding(t.detach())
             if type(t) is self.plain or t.data_ptr() or not slot.bytes:
-                aligned = self.device.type == "cpu" or not t.data_ptr() % ALIGNED
+                aligned = self.anywhere or not t.data_ptr() % ALIGNED
                 return t if aligned else self.holding(t.detach())
             raise UserError(f"input {slot.name}: a {type(t).__name__} without memory")
         import torch

@@ -18,6 +18,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, bf16, dense, f32, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
+from terrazzo.rules.torch_to_tensor.scatter import compares_many
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -433,9 +434,8 @@ def _on_a_processor(op: Aten) -> bool:
     """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
     enough and are transposed, or have filters of several taps and many channels, and strides or few places. And all
     products and convolutions in bfloat16 that are work enough, where the processor multiplies such numbers; images read
-    at places of their own, linearly or the nearest, of which all channels are read at once there; and gradients of
-    largest elements, which are added where these were.
-
+    at places of their own, linearly or the nearest, of which all channels are read at once there; gradients of largest
+    elements, which are added where these were; and writes where data says, if ours compare many indices.
     oneDNN takes 0.3 to 0.93 of our time for the gradient of an image, 0.13 to 0.97 for that of weights (two threads;
     3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0
     for transposed convolutions (one thread with AVX-512, eleven of one to three dimensions, 64 channels one by one to
@@ -443,15 +443,14 @@ def _on_a_processor(op: Aten) -> bool:
     float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX). For
     places of their own 0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to 0.9.
     """
-    if op.name == BACKWARD:
-        return True
     family, operations = FAMILIES[op.name]
-    if family == "pooling":
-        return operations(op.args, _result(op), 1) >= POINTS
-    if family == "sampling":
-        return op.args[2] != CUBIC and operations(op.args, _result(op), 1) >= POINTS
-    if family not in ("product", "convolution"):
-        return False
+    if family in ("pooling", "sampling"):
+        ours = family == "sampling" and op.args[2] == CUBIC
+        return not ours and operations(op.args, _result(op), 1) >= POINTS
+    if family in ("scatter", "scatter with", "index add", "index put"):
+        return compares_many(op)
+    if family not in ("product", "convolution") or op.name == BACKWARD:
+        return op.name == BACKWARD
     kind, work = _result(op).dtype, operations(op.args, _result(op), 1)
     if kind is bf16:  # a product with one row, or column, waits for memory
         waits = op.name != FORWARD and 1 in _result(op).shape[-2:]
@@ -467,11 +466,10 @@ WORK = 2e6
 """Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
 WORK_IN_BFLOAT16 = 1e7
 """The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
-ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
+ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"), ("index put", "f32"))
 """Families that are called on processors only, with their types."""
 POINTS, CUBIC = 20_000, 2
-"""Points from which on an image is sampled by a call, or gets its gradient from one; and a way that is ours.
-"""
+"""Points from which on an image is sampled, or gets its gradient, by a call; and a way that is ours."""
 PLACES, CHANNELS = 256, 64
 """Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
@@ -489,6 +487,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.scatter_add.default": ("scatter", _written),
     "aten.scatter_reduce.two": ("scatter with", _written),
     "aten.index_add.default": ("index add", _added),
+    "aten.index_put.default": ("index put", _passes),
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
     "aten.grid_sampler_2d.default": ("sampling", _passes),

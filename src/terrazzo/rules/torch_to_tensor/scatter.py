@@ -35,6 +35,27 @@ REDUCTIONS = {
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
 
+ON_A_PROCESSOR = 1 << 15, 2
+"""Comparisons, in all and for an element, that take as long on a processor as a call of PyTorch."""
+
+
+def compares_many(op: Aten) -> bool:
+    """Whether a scatter, index_add or index_put of Torch IR compares so many indices that a processor is through with
+    PyTorch's loop over the sources sooner.
+    """
+    x, shape = op.args[0].type, op.args[0].type.static_shape
+    if "index_put" in op.name:
+        used = [d for d, i in enumerate(op.args[1]) if i is not None]
+        if not all(op.args[1][d].type.dtype.is_integer for d in used):  # a mask, which is a choice at each place
+            return False
+        count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
+        places = math.prod(shape if True in op.args[3:4] else [shape[d] for d in used])
+    else:
+        index = op.args[2].type.static_shape or (1,)
+        count, places = index[normalize(op.args[1], len(index))] if x.rank else 1, math.prod(shape)
+    return bool(places * count > max(ON_A_PROCESSOR[0], ON_A_PROCESSOR[1] * math.prod(shape)))
+
+
 def _affordable(comparisons: int, elements: int) -> None:
     need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import bool_, f32
@@ -43,7 +44,7 @@ def accumulators(r: Carried, scope: Scope) -> list[str]:
 
 def declare(s: n.Loop, scope: Scope, long: bool = False) -> list[str]:
     """The accumulators a loop carries, at their identities."""
-    return [f"{kind} {name} = {value};" for r in s.carried for kind, name, value in _identities(r, "acc", scope, long)]
+    return [f"{kind} {name} = {value};" for r in s.carried for kind, name, value in identities(r, "acc", scope, long)]
 
 
 def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> list[str]:
@@ -52,7 +53,7 @@ def declare_lanes(s: n.Loop, lanes: int, scope: Scope, long: bool = False) -> li
     """
     lines = []
     for r in s.carried:
-        for kind, name, value in _identities(r, "lane", scope, long):
+        for kind, name, value in identities(r, "lane", scope, long):
             lines.append(f"alignas(64) {'i32' if _truth(r) else kind} {name}[{lanes}];")
             lines.append(f"std::fill_n({name}, {lanes}, {value});")
         scope.names[r] += "[l]"
@@ -95,7 +96,7 @@ def settled(s: n.Loop, scope: Scope) -> None:
             scope.names[r] = f"({c_type(r.dtype)}){scope.names[r]}"
 
 
-def _identities(r: Carried, prefix: str, scope: Scope, long: bool) -> list[tuple[str, str, str]]:
+def identities(r: Carried, prefix: str, scope: Scope, long: bool) -> list[tuple[str, str, str]]:
     """(C++ type, name, identity) of each accumulator; of a long sum, in float64. Names them."""
     scope.names[r] = scope.fresh(prefix)
     given = types(r)
@@ -104,8 +105,21 @@ def _identities(r: Carried, prefix: str, scope: Scope, long: bool) -> list[tuple
     return list(zip(kinds, accumulators(r, scope), values, strict=True))
 
 
-def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scope) -> list[str]:
-    """Statements that combine `args` into the accumulators."""
+def rises(r: Carried) -> bool:
+    """Whether what it combines counts the points of its axes, in order: each comes after all before it."""
+    counted, reach = r.args[-1], 0
+    if not isinstance(counted, l.Index):
+        return False
+    for axis in reversed(r.axes if isinstance(r, l.Reduce) else (r.axis,)):
+        by = coefficient(counted.value, axis)
+        if not isinstance(by, int) or not isinstance(axis.extent, int) or by <= reach:
+            return False
+        reach += by * (axis.extent - 1)
+    return True
+
+
+def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scope, in_order: bool = False) -> list[str]:
+    """Statements that combine `args` into the accumulators: the next of its points, where they come `in_order`."""
     m, given = r.monoid, types(r)
     if m.name in ("sum", "prod") and not given[0].is_integer:
         return [f"{into[0]} {'+' if m.name == 'sum' else '*'}= {args[0]};"]
@@ -116,7 +130,8 @@ def accumulate(into: Sequence[str], r: Carried, args: Sequence[str], scope: Scop
         here.names.update(zip(nodes, values, strict=True))
         return nodes
 
-    combined = m.combine(l.apply, build(into), build(args))
+    combine = m.after if m.after and in_order and rises(r) else m.combine
+    combined = combine(l.apply, build(into), build(args))
     if m.width == 1:
         return [f"{into[0]} = {term(combined[0], here)};"]
     lines: list[str] = []

@@ -22,9 +22,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import range_of
-from terrazzo.targets.cpu import blocked, chained
+from terrazzo.targets.cpu import blocked, chained, looked_up, scanned
 from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
-from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, squares, takes_several
+from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, by_value, header, noted, pieces, takes_several
 from terrazzo.targets.cpu.merged import as_stored, merged
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
@@ -45,6 +45,7 @@ from terrazzo.targets.cpu.rows import (
 )
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
 from terrazzo.targets.cpu.tables import tabled
+from terrazzo.targets.cpu.turned import in_squares
 from terrazzo.targets.names import Names, comment, identifier
 from terrazzo.targets.terms import Scope, c_type, component, expression, in_memory, index, term
 
@@ -84,7 +85,8 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
         lines.append(f"  {kind}* __restrict {formal} = ({kind}*)buffers[{k}];")
     body = _body(kernel, scope)
     noting = any("tz_among(" in line for line in body)
-    lines += ["  " + (_noting(line) if noting else line) for line in body]
+    pointers = [scope.buffers[b] for b in arguments(kernel)]
+    lines += ["  " + by_value(noted(line) if noting else line, pointers) for line in body]
     lines += ["  return bad;", "}"]
     lines.append(f'extern "C" int64_t {name}_spans[];')
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
@@ -147,7 +149,8 @@ class _Writer:
                     if keep and s.term in keep:
                         lines.append(f"{keep[s.term]} = {scope.names[s.term]};")
                 case n.Accumulate():
-                    lines += accumulate(accumulators(s.into, scope), s.into, [term(a, scope) for a in s.args], scope)
+                    args = [term(a, scope) for a in s.args]
+                    lines += accumulate(accumulators(s.into, scope), s.into, args, scope, in_order=True)
                 case l.Store():
                     place = index(flatten(s.index, s.buffer.type.element_strides), scope)
                     lines.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")
@@ -198,15 +201,19 @@ class _Writer:
         """A free loop or a scan; the outermost ones share the work among threads."""
         if in_columns(s):
             return self.columns(s, scope)
+        large = not self.parallel and trips([s]) >= PARALLEL
         if is_leaf(s) and s.kind == "free" and (found := self.pieces(s, scope)):
             return [x for piece in found for x in self.loop(piece, scope.inner())]
+        if text := scanned.written(self, s, scope, large) or looked_up.written(self, s, scope, large):
+            return text
         nested, parallel = [s], False
-        if not self.parallel and s.kind == "free" and trips([s]) >= PARALLEL:
+        if large and s.kind == "free":
             while (
                 (child := only_loop(nested[-1]))
                 and points(nested) < 64
                 and not is_leaf(child)
                 and not in_columns(child)
+                and not scanned.scan_of_rows(child)
             ):
                 nested.append(child)  # but for the innermost loop, which vectorises
             parallel = points(nested) >= 4 or (points(nested) >= 2 and not only_loop(nested[-1]))
@@ -228,7 +235,8 @@ class _Writer:
             lines += ["  " * k + y for y in (*declare(x, inner), header(x.axes[0], inner, x.kind))]
         depth = "  " * (len(nested) - tiled)
         lines += [
-            depth + x for x in (self.tile(nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
+            depth + x
+            for x in (in_squares(self, nested[-1], leaf, inner) if tiled and leaf else self.body(nested[-1], inner))
         ]
         lines += ["  " * k + "}" for k in reversed(range(len(nested) - tiled))]
         self.parallel = outer
@@ -242,12 +250,6 @@ class _Writer:
         return [
             n.Loop(s.kind, (axis,), (*map(n.Let, computed_for(stores, scope.names)), *stores)) for axis, stores in found
         ]
-
-    def tile(self, outer: n.Loop, leaf: n.Loop, scope: Scope) -> list[str]:
-        """Two free loops in squares: what is read across stays in the first-level cache until all of it is used."""
-        lines, heads = squares(outer.axes[0], leaf.axes[0], scope)
-        lines += [f"  {heads[0]}", "    #pragma omp simd", f"    {heads[1]}"]
-        return [*lines, *("      " + x for x in self.body(leaf, scope)), "    }", "  }", "}"]
 
     def columns(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the
@@ -492,8 +494,3 @@ class _Writer:
             lines += ["  " + x for x in accumulate(names, r, [f"{name}_part[{chunk}]" for name in names], scope)]
         settled(s, scope)
         return [*lines, "}"]
-
-
-def _noting(line: str) -> str:
-    """A line of a kernel that notes what is bad without a branch: threads and lanes note each for themselves."""
-    return line + " reduction(|:bad)" if "#pragma omp" in line else line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr
@@ -57,15 +59,31 @@ def header(axis: Expr, scope: Scope, kind: str, start: str = "0", end: str = "")
     return f"for (int64_t {name} = {start}; {name} < {end or index(extent, scope)}; {name}++) {{  // {kind}"
 
 
-def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str]]:
-    """The heads of loops over squares of two axes, the last of which is open, and those of the loops in a square."""
-    lines, heads = [], []
+def squares(outer: Expr, inner: Expr, scope: Scope) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """The heads of loops over squares of two axes, the last of which is open, those of the loops in a square, and of
+    both axes where a square begins, and how long it is.
+    """
+    lines, heads, sides = [], [], []
     for axis in (outer, inner):
         block = scope.fresh("b")
         scope.names[axis] = name = scope.fresh("i")
         extent: IntExpr = axis.extent  # type: ignore[attr-defined]
         lines.append(f"for (int64_t {block} = 0; {block} < {extent}; {block} += {TILE})")
-        end = f"std::min<int64_t>({block} + {TILE}, {extent})"
-        heads.append(f"for (int64_t {name} = {block}; {name} < {end}; {name}++) {{  // free")
+        whole = isinstance(extent, int) and extent % TILE == 0
+        side = str(TILE) if whole else f"std::min<int64_t>({TILE}, {extent} - {block})"
+        heads.append(f"for (int64_t {name} = {block}; {name} < {block} + {side}; {name}++) {{  // free")
+        sides.append((block, side))
     lines[-1] += " {"
-    return lines, heads
+    return lines, heads, sides
+
+
+def noted(line: str) -> str:
+    """A line of a kernel that notes what is bad without a branch: threads and lanes note each for themselves."""
+    return line + " reduction(|:bad)" if "#pragma omp" in line else line
+
+
+def by_value(line: str, pointers: Sequence[str]) -> str:
+    """The head of a lambda that has pointers by value: one that it has by reference GCC reads again at each step, and
+    gathers with many reads what lies in one run.
+    """
+    return line.replace("[&](", f"[&, {', '.join(pointers)}](")

@@ -41,9 +41,7 @@ def merged(kernel: l.Kernel) -> l.Kernel:
     stores = transformed(kernel.stores, _one_run)
     if stores != kernel.stores:
         kernel = l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
-    if kernel.scans:
-        return kernel
-    for axes in _runs(kernel.axes, kernel.stores):
+    for axes in _runs(kernel.axes[:-1] if kernel.scans else kernel.axes, kernel.stores):
         kernel = merge_axes(kernel, axes)
     return kernel
 

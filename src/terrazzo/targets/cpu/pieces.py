@@ -29,6 +29,8 @@ SHORTEST = 8
 """Indices of an axis at least."""
 WORTH = 64
 """Points of a piece of an outer axis, at least: each is a nest of its own."""
+PAIR = 4
+"""Points of a last axis, at most, that are stored one by one."""
 SHORT = 16
 """Indices of a piece, in the mean, at least where an index begins again: dividing costs less than a loop for each few.
 """
@@ -45,10 +47,15 @@ class Change:
 
 def apart(kernel: l.Kernel) -> list[l.Kernel]:
     """A kernel that goes point by point as several, one behind the other, where conditions on an axis that is not its
-    last choose between what is read.
+    last choose between what is read. Where they choose along a short last one, such as both parts of a complex number,
+    each of its points is a store of its own.
     """
     if any(isinstance(x, l.Reduce | l.Scan) for x in topological(kernel.stores)):
         return [kernel]
+    outer, last = kernel.axes[:-1], kernel.axes[-1] if kernel.axes else None
+    if outer and last and isinstance(last.extent, int) and last.extent <= PAIR and _chosen_along(kernel.stores, last):
+        stores = [s for k in range(last.extent) for s in _known(kernel.stores, last, k, ())]
+        return apart(l.Kernel(kernel.name, outer, tuple(stores), kernel.source))
     for n, axis in enumerate(kernel.axes[:-1]):
         inner = math.prod(a.extent if isinstance(a.extent, int) else 1 for a in kernel.axes[n + 1 :])
         if inner >= WORTH and (found := in_pieces(kernel.stores, axis, (), conditions)):
@@ -58,6 +65,13 @@ def apart(kernel: l.Kernel) -> list[l.Kernel]:
             ]
             return [x for k in made for x in apart(k)]
     return [kernel]
+
+
+def _chosen_along(stores: Sequence[l.Store], axis: Any) -> bool:
+    """Whether conditions on an axis choose, and all is stored along it."""
+    asked = [change.of for x in topological(stores) for change in conditions(x)]
+    along = all(any(isinstance(e, Expr) and axis in e.free for e in s.index) for s in stores)
+    return along and any(isinstance(e, Expr) and axis in e.free for e in asked)
 
 
 def in_pieces(

@@ -186,10 +186,12 @@ TZ double tz_cos(double x) { return cos(x); }
 #define TZ_BYTES 16
 #define TZ_ROWS 4
 #endif
-// `type` is for registers, which the compiler may keep on the stack, aligned; `memory` is what lies anywhere.
+// `type` is for registers, which the compiler may keep on the stack, aligned; `memory` is what lies anywhere, and `bits`
+// what are numbers of another type there.
 template <class T> struct tz_vec {
   typedef T type __attribute__((vector_size(TZ_BYTES)));
   typedef T memory __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T))));
+  typedef T bits __attribute__((vector_size(TZ_BYTES), aligned(sizeof(T)), may_alias));
   static constexpr int lanes = TZ_BYTES / sizeof(T);
 };
 template <class T> constexpr int tz_cols() { return 2 * tz_vec<T>::lanes; }
@@ -297,6 +299,24 @@ template <int H, class V, int L> TZ void tz_turn(V (&x)[L]) {
       }
     tz_turn<H / 2>(x);
   }
+}
+// to[a][b] = from[b * stride + a], in rows of `wide`: a transposition, in squares of one vector, of bits.
+template <int wide, class T> static inline void tz_across(const T* from, int64_t stride, T* to, int64_t na, int64_t nb) {
+  using U = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using V = typename tz_vec<U>::type;
+  using M = typename tz_vec<U>::bits;
+  constexpr int L = tz_vec<U>::lanes;
+  int64_t a0 = 0;
+  if (nb == wide)
+    for (; a0 + L <= na; a0 += L)
+      for (int b0 = 0; b0 + L <= wide; b0 += L) {
+        V square[L];
+        for (int j = 0; j < L; j++) square[j] = *(const M*)(from + (b0 + j) * stride + a0);
+        tz_turn<L / 2>(square);
+        for (int k = 0; k < L; k++) *(M*)(to + (a0 + k) * wide + b0) = square[k];
+      }
+  for (; a0 < na; a0++)
+    for (int64_t b = 0; b < nb; b++) to[a0 * wide + b] = from[b * stride + a0];
 }
 // panel[k][j] = w[j * stride + k]: a transposition, in squares of one vector, converted on the way.
 template <class T, class S> static inline void tz_pack_transposed(const S* w, int64_t stride, T* panel, int64_t kc, int64_t n) {

@@ -88,11 +88,11 @@ def needed(body: Sequence[n.Statement], names: Mapping[Node, str]) -> list[n.Sta
     return [s for s in body if not isinstance(s, n.Let) or (s.term in used and s.term not in names)]
 
 
-def computed_for(stores: Sequence[l.Store], names: Mapping[Node, str]) -> list[l.Term]:
-    """The terms that stores need and that have no names, what others need first."""
+def computed_for(roots: Sequence[Node], names: Mapping[Node, str]) -> list[l.Term]:
+    """The terms that these need and that have no names, what others need first."""
     return [
         x
-        for x in topological(stores, stop=names.__contains__)
+        for x in topological(roots, stop=names.__contains__)
         if isinstance(x, l.Term) and not isinstance(x, l.Literal) and x not in names
     ]
 
