@@ -83,8 +83,8 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
 
 def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
     """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; and v // 2 is y + 12 * more, of which
-    v and other quotients of it are made: v is (y + 12 * more) * 2 + rest.
+    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; v // 2 is y + 12 * more; and v is
+    (y + 12 * more) * 2 + rest.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
