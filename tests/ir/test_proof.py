@@ -33,7 +33,10 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
     [
         (383 - (A + B * 904) // 197 * 12 - LARGE % 12, [6303 - A - B * 904]),  # 6303 // 197 * 12 + 11 is 383
         ((LARGE // 262144) % 24 - 16, [(LARGE // 16384) % 384 - 256]),  # a digit of a digit
+        ((LARGE // 262144) % 48 - 16, [(LARGE // 16384) % 384 - 256]),  # one that has it and the next
         (LARGE // 200704 - 1, [(LARGE // 200704) % 8 - 1]),  # a frame before, in a clip of eight
+        (LARGE // 384 - 14, [(LARGE // 5376) % 14 - 1]),  # pixels of the row above, in rows of 14
+        (LARGE - 5376, [(LARGE // 5376) % 14 - 1]),
         (LARGE // 8 - 4, [LARGE - 32]),
         ((LARGE - 100) // 8 + 12, [LARGE - 5]),
         ((A * 6 + B - 6) // 24576 + LARGE, [B - 6]),  # a numerator that is less than 0 without its guard
@@ -53,8 +56,11 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
     [
         (382 - (A + B * 904) // 197 * 12 - LARGE % 12, [6303 - A - B * 904]),
         ((LARGE // 262144) % 24 - 17, [(LARGE // 16384) % 384 - 256]),
-        ((LARGE // 262144) % 48 - 16, [(LARGE // 16384) % 384 - 256]),  # not of that digit alone
+        ((LARGE // 262144) % 48 - 17, [(LARGE // 16384) % 384 - 256]),
+        ((LARGE // 262144) % 36 - 16, [(LARGE // 16384) % 384 - 256]),  # not of that digit alone
         (LARGE // 200704 - 2, [(LARGE // 200704) % 8 - 1]),
+        (LARGE // 384 - 15, [(LARGE // 5376) % 14 - 1]),
+        (LARGE - 5377, [(LARGE // 5376) % 14 - 1]),
         (LARGE // 8 - 4, [LARGE - 31]),
         ((A * 6 + B - 6) // 24570 + LARGE, [B - 5]),
         ((LARGE // 6272) * 64 + (LARGE // 49) % 64 - 65, [LARGE // 6272 - 1]),

@@ -4,6 +4,7 @@ slices of channels, channels that are no multiple of 16 bytes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,15 @@ def cut(x: Any, w: Any) -> Any:
     return F.conv2d(x[:, 8:28], w, padding=1)
 
 
+def pooled(g: Any, w: Any, dilation: int = 1) -> Any:
+    """Of what a convolution reads whose results were averaged in squares of 2 x 2."""
+    n, _, height, width = g.shape
+    whole = g.new_empty(n, w.shape[0], 2 * height, 2 * width)
+    g = torch.ops.aten.avg_pool2d_backward(g, whole, [2], [2], [0], False, True, None)
+    shape = n, w.shape[1], 2 * height, 2 * width
+    return torch.nn.grad.conv2d_input(shape, w, g, padding=dilation, dilation=dilation)
+
+
 def rules(found: Lowered) -> list[str]:
     return [e.rule for e in found.lowering.log.events if e.fired]
 
@@ -96,6 +106,17 @@ def test_pixels_that_are_channels_are_stored_as_such(fn: Any, shapes: Any, dtype
         if isinstance(s, l.Kernel)
         for c in s.stores
     )
+    close(found, fn, args)
+
+
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_a_window_that_goes_backwards_over_repeated_pixels_reads_them_stored(dilation: int) -> None:
+    """It was left to CUDA cores: it reads (y - r + 1) // 2."""
+    torch.manual_seed(0)
+    args = torch.randn(2, 64, 4, 8), torch.randn(64, 64, 3, 3)
+    fn = partial(pooled, dilation=dilation)
+    found = lowered(fn, args, "sm_90a")
+    assert "store_lookups" in rules(found) and "boxes" in rules(found)
     close(found, fn, args)
 
 

@@ -83,7 +83,8 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
 
 def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
     """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; and v // 2 is y + 12 * more.
+    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; v // 2 is y + 12 * more; and v is
+    (y + 12 * more) * 2 + rest.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
@@ -103,6 +104,10 @@ def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
         low, high = bounds(whole := floordiv(v, below))
         if isinstance(whole, FloorDiv) and low == 0 and high is not None:
             new[whole] = y + y.extent * Var(f"{y.name}/", high // y.extent + 1)
+            for x in _parts([e]):
+                step, rest = divmod(below, _place(x, v) or below)
+                if x not in new and step > 1 and not rest:
+                    new[x] = new[whole] * step + Var(f"{y.name}%{step}", step)
     return (_replaced(e, new), [_replaced(g, new) for g in given]) if new else (e, given)
 
 
@@ -125,6 +130,13 @@ def _digit(x: Any) -> tuple[Any, int, int] | None:
     if isinstance(x.a, FloorDiv) and isinstance(x.a.b, int):
         return x.a.a, x.a.b, x.b
     return x.a, 1, x.b
+
+
+def _place(x: Any, v: Any) -> int:
+    """The number that v is divided by in an expression that is v // number or v; 0 where it is neither."""
+    if x is v:
+        return 1
+    return x.b if isinstance(x, FloorDiv) and x.a is v and isinstance(x.b, int) else 0
 
 
 def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:

@@ -28,35 +28,42 @@ def strewn(x: Any, steps: Sequence[Any]) -> bool:
 
 def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[Var, IntExpr]]:
     """An operand at the places that a window's points and steps add up to, and what each place is; the operand as it
-    is, and none, where there is no such image. It has a border where the window reads beyond the tensor.
+    is, and none, where there is no such image. It has a border where the window reads beyond the tensor. A window may
+    go backwards, as those of gradients do; but an image that is 0 where division has a rest goes phase by phase.
     """
+    if any(quotients(y) for y in topological([x]) if isinstance(y, l.Load)):
+        return x, {}
     found: dict[Any, Any] = {}
     for y in topological([x]):
         if isinstance(y, FloorDiv | Mod | Loaded):
             found |= dict.fromkeys(z for z in topological([y]) if isinstance(z, Sum))
     new: dict[Any, tuple[Var, int, int]] = {}
+    first: dict[Var, int] = {}
     for one in found:
         moved = {f: c for c, (f, *more) in one.terms if not more}
         for a, r in product((a for a in axes if a in moved), (r for r in steps if r in moved)):
             g = gcd(moved[a], moved[r])
             s, d = abs(moved[a]) // g, abs(moved[r]) // g
-            if moved[a] * moved[r] > 0 and isinstance(a.extent, int) and isinstance(r.extent, int):
-                extent = s * (a.extent - 1) + d * (r.extent - 1) + 1
-                new.setdefault((a, r), (Var(l.fresh_name(), extent), s, d))
+            if isinstance(a.extent, int) and isinstance(r.extent, int) and (a, r) not in new:
+                reach = d * (r.extent - 1)
+                backwards = moved[a] * moved[r] < 0
+                place = Var(l.fresh_name(), s * (a.extent - 1) + reach + 1)
+                new[a, r] = place, s, -d if backwards else d
+                first[place] = -reach if backwards else 0
 
     def placed(node: Any) -> Any:
         if isinstance(node, Sum):
             moved = {f: c for c, (f, *more) in node.terms if not more}
             for (a, r), (p, s, d) in new.items():
                 if a in moved and r in moved and moved[a] * d == moved[r] * s:
-                    node = node + (p - a * s - r * d) * (moved[a] // s)
+                    node = node + (p + first[p] - a * s - r * d) * (moved[a] // s)
         return node
 
     there = transform(x, placed) if new else x
     left = there.free
     if any(a in left or r in left for a, r in new):
         return x, {}
-    return there, {p: a * s + r * d for (a, r), (p, s, d) in new.items()}
+    return there, {p: a * s + r * d - first[p] for (a, r), (p, s, d) in new.items()}
 
 
 def quotients(x: l.Load) -> list[IntExpr]:
