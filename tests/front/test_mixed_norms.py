@@ -65,3 +65,15 @@ def test_running_statistics_are_rounded_once(way: str, dtype: torch.dtype, tmp_p
     fast(x), wide(x.double())
     for ours, exact in ((norm.running_mean, wide.running_mean), (norm.running_var, wide.running_var)):
         assert ours.dtype is dtype and (ours != exact.to(dtype)).sum() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_running_statistics_in_16_bits_are_only_read_where_nothing_trains(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm2d(8).to(dtype).eval()
+    norm.running_mean.normal_()
+    before = norm.running_mean.clone()
+    x = torch.randn(4, 8, 3, 5).to(dtype)
+    ours, exact = torch.compile(norm, backend="terrazzo")(x), copy.deepcopy(norm).double()(x.double())
+    assert ours.dtype is dtype and torch.equal(norm.running_mean, before)
+    torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)

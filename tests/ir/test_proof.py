@@ -28,6 +28,10 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
     return [(parts[0] + token, guards), (parts[1] - token, guards)]
 
 
+TAPS, HIGH, WIDE = Var("taps", 152), Var("high", 112), Var("wide", 112)
+STEM = [f for v in ((TAPS // 7) % 7 + HIGH * 2, TAPS % 7 + WIDE * 2) for f in (v - 3, 226 - v)]
+
+
 @pytest.mark.parametrize(
     ("e", "guards"),
     [
@@ -45,6 +49,7 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
         *pixels(197, (R * 14 + S - 15, 211 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 15, 211 - R * 14 - S)),
         (X // 4 - Y + (X % 4) * 5, [X - 4 * Y]),  # few points: all are tried
+        (2 - TAPS // 49, [146 - TAPS, *STEM]),  # the channel of a tap of 3 x 7 x 7, of which there are 152 with padding
     ],
 )
 def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:

@@ -19,10 +19,8 @@ def widened(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any
 
     packets = [getattr(torch.ops.aten, name) for name in NORMS]
     ops = [getattr(packet, o) for packet in packets for o in packet.overloads() if "out" not in o]
-    table = {
-        **table,
-        **{op: _rounded_once(op, table[op]) for op in ops if op in table and "running_mean" in str(op._schema)},
-    }
+    kept = [op for op in ops if op in table and {"running_mean", "training"} <= {a.name for a in op._schema.arguments}]
+    table = {**table, **{op: _rounded_once(op, table[op]) for op in kept}}
     return {**table, **{op: _widened(op, table.get(op)) for op in ops}}
 
 

@@ -44,7 +44,8 @@ def holds(e: IntExpr, given: Sequence[IntExpr] = ()) -> bool:
     """True if e >= 0 is proved for all points at which every expression of `given` is >= 0."""
     if at_least(e, 0) or any(not isinstance(g, Expr) and g < 0 for g in given):
         return True
-    if _follows(*_digits(e, given)) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
+    ways = dict.fromkeys(_digits(e, given, finer) for finer in (False, True))
+    if any(_follows(*way) for way in ways) or ((parts := _parted(e, given)) is not None and _follows(*parts)):
         return True
     guards = [g for g in given if isinstance(g, Expr)]
     return bool(guards) and _tried(e, guards)
@@ -81,10 +82,10 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
     return None
 
 
-def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[IntExpr]]:
+def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr, tuple[IntExpr, ...]]:
     """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; v // 2 is y + 12 * more; and v is
-    (y + 12 * more) * 2 + rest.
+    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; v // 2 is y + 12 * more; and, where
+    `finer` parts are wanted, v is (y + 12 * more) * 2 + rest. Guards say less of these than of v itself.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
@@ -104,11 +105,11 @@ def _digits(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
         low, high = bounds(whole := floordiv(v, below))
         if isinstance(whole, FloorDiv) and low == 0 and high is not None:
             new[whole] = y + y.extent * Var(f"{y.name}/", high // y.extent + 1)
-            for x in _parts([e]):
+            for x in _parts([e]) if finer else ():
                 step, rest = divmod(below, _place(x, v) or below)
                 if x not in new and step > 1 and not rest:
                     new[x] = new[whole] * step + Var(f"{y.name}%{step}", step)
-    return (_replaced(e, new), [_replaced(g, new) for g in given]) if new else (e, given)
+    return (_replaced(e, new), tuple(_replaced(g, new) for g in given)) if new else (e, tuple(given))
 
 
 def _parts(exprs: Sequence[IntExpr]) -> list[Any]:

@@ -27,7 +27,7 @@ from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.leaving import RESULTS, gathers, narrowest
 from terrazzo.rules.loop_to_tile.products.making import promotes
 from terrazzo.rules.loop_to_tile.products.packed import even
-from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, SCATTERED, WORD, results, scatter
+from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, SCATTERED, STRADDLED, WORD, results, scatter
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
 from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts
@@ -291,7 +291,7 @@ def _brought(x: Moved, tile: Tile) -> float:
 def _direct(x: Moved, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond that leave a block's registers: a thread's two columns together, or alone."""
     if scatter(x.whole):
-        return SCATTERED / gpu.processors
+        return (SCATTERED if all(_in_sectors(*stored) for stored in _stored(x)) else STRADDLED) / gpu.processors
     size = narrowest(x.whole)
     if size > 2:
         return has.direct
@@ -308,12 +308,16 @@ def _scattered(x: Moved, tile: Tile) -> float:
     found = 0.0
     for size, points, steps in _stored(x):
         at = [sum(c * i for c, i in zip(steps, place, strict=True)) * size for place in places]
-        aligned = all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
-        begins = [0] if aligned else range(0, SECTOR, size)
+        begins = [0] if _in_sectors(size, points, steps) else range(0, SECTOR, size)
         touched = [len({(y + first) // SECTOR for y in at}) for first in begins]
         if touched[0] * SECTOR > len(places) * size:
             found += sum(touched) / len(touched) / len(places) * points / PARTLY
     return found
+
+
+def _in_sectors(size: int, points: int, steps: tuple[int, ...]) -> bool:
+    """Whether rows of what is stored begin where sectors do."""
+    return all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
 
 
 @lru_cache(maxsize=1024)

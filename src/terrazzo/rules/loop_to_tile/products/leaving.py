@@ -14,7 +14,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Factor, Like, Operand, Site
 from terrazzo.ir.sites import Product
 from terrazzo.rules.access import box
-from terrazzo.rules.loop_to_tile.products.results import SCATTERED, WORD, along, scatter
+from terrazzo.rules.loop_to_tile.products.results import OF_WORDS, SCATTERED, WORD, along, scatter
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import LEAST, ROWS, Tile
 from terrazzo.rules.loop_to_tile.products.work import LINE
 from terrazzo.rules.loop_to_tile.walked.threads import ceil
@@ -80,7 +80,7 @@ def result_rate(p: Product, t: Tile, gpu: Gpu, has: Warpgroups) -> float:
     left = BOTH if t.groups > 1 else WHOLE if _turned(p, t) else 1.0
     columns, waited = t.n // t.parts, 0.0 if t.turns else has.emptied * left
     tile, more = size * t.m * columns, columns // t.width(size) - ceil(columns, LINE // size)
-    return tile / (tile / has.gathered + more * waited)
+    return tile / (tile / (has.gathered * (OF_WORDS if size == WORD else 1.0)) + more * waited)
 
 
 def leaves(p: Product, t: Tile) -> str:
