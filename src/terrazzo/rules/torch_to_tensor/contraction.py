@@ -117,16 +117,36 @@ def trilinear(
     over: Sequence[int],
     unroll: int = 1,
 ) -> Any:
-    """The sum over the dimensions `over` of a * b * w, each with dimensions of extent 1 put in at its `expand`."""
+    """The sum over the dimensions `over` of a * b * w, each with dimensions of extent 1 put in at its `expand`. Those
+    that one of them has no part in are summed first, in a product of the other two: in the way that leaves least.
+    """
     out = result(node)
     wide, rank = _compute(out.dtype), a.type.rank + len(expand_a)
     factors = []
     for x, expand in ((a, expand_a), (w, expand_w), (b, expand_b)):
         extents = iter(x.type.shape)
         factors.append(t.reshape(t.cast(x, wide), [1 if d in expand else next(extents) for d in range(rank)]))
-    space = [max(f.type.shape[d] for f in factors) if all(f.type.shape[d] for f in factors) else 0 for d in range(rank)]
-    x, y, z = (t.broadcast(f, space) for f in factors)
-    return t.cast(t.reduce("sum", t.apply("mul", t.apply("mul", x, y), z), over), out.dtype)
+    ways: list[tuple[int, int, Any, Any, list[int], Any]] = []
+    for last, expand in zip(factors, (expand_a, expand_w, expand_b), strict=True):
+        first = [d for d in over if d in expand]
+        if first and len(first) < len(over):
+            x, y = _together(*(f for f in factors if f is not last))
+            left = math.prod(n for d, n in enumerate(x.type.static_shape) if d not in first)
+            ways.append((left, len(ways), x, y, first, last))
+    if ways:
+        *_, x, y, first, last = min(ways)
+        x, y = _together(t.reduce("sum", t.apply("mul", x, y), first, keepdim=True), last)
+        value = t.apply("mul", x, y)
+    else:
+        x, y, z = _together(*factors)
+        value = t.apply("mul", t.apply("mul", x, y), z)
+    return t.cast(t.reduce("sum", value, over), out.dtype)
+
+
+def _together(*factors: Any) -> list[Any]:
+    """Values of one rank in the shape that they have together."""
+    shapes = list(zip(*(f.type.shape for f in factors), strict=True))
+    return [t.broadcast(f, [max(n) if all(n) else 0 for n in shapes]) for f in factors]
 
 
 @aten("_cdist_forward.default")
