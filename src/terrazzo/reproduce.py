@@ -64,6 +64,7 @@ def save(program: Any, options: Options) -> tuple[Path, str] | None:
         return None
     words = ["terrazzo", "check", "--from", dialect, str(path), "--target", options.target]
     words += ["--fp32", options.fp32] if options.fp32 != "auto" else []
+    words += ["--no-tf32"] if not options.tf32 and options.target.startswith("sm_") and dialect == "torch" else []
     words += [] if options.fuse else ["--no-fuse"]
     words += [word for name in options.materialize for word in ("--materialize", name)]
     words += [word for name in options.frozen for word in ("--frozen", name)]

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.conftest import Terrazzo
 from tests.cli.examples import GELU, RMS_NORM, SOFTMAX
 
@@ -297,3 +298,12 @@ def test_bench_writes_a_record(terrazzo: Terrazzo, tmp_path: Path, monkeypatch: 
     assert [c["name"] for c in record["cases"]] == [c.name for c in some]
     assert all(c["problem"] == "" and c["eager"]["measurements"] >= 7 for c in record["cases"])
     assert f"| {some[0].name} |" in report.page(tmp_path)
+
+
+@pytest.mark.parametrize(("flag", "rough"), [("--tf32", True), ("--no-tf32", False)])
+def test_convolutions_are_as_pytorchs_switch_has_them(terrazzo: Terrazzo, flag: str, rough: bool) -> None:
+    code = "torch.nn.Conv2d(64, 64, 3)(torch.zeros(8, 64, 58, 58))"
+    with torch.backends.cudnn.flags(enabled=True):
+        done = terrazzo("compile", flag, "--target", "sm_90a", "--ir", "tensor", "-c", code)
+        assert torch.backends.cudnn.allow_tf32 == rough
+    assert ("tf32_mul" in done.stdout) == rough

@@ -146,6 +146,14 @@ def request(
             metavar="WAY", help="Products in float32 on a GPU: auto, exact, split, tf32 or bf16.", rich_help_panel=_HOW
         ),
     ] = "auto",
+    tf32: Annotated[
+        bool,
+        typer.Option(
+            "--tf32/--no-tf32",
+            help="Convolutions in float32 on a GPU may be in TF32, as PyTorch's switch has it by default.",
+            rich_help_panel=_HOW,
+        ),
+    ] = True,
     fuse: Annotated[
         bool,
         typer.Option("--fuse/--no-fuse", help="Without fusion, every operation is a kernel.", rich_help_panel=_HOW),
@@ -188,12 +196,14 @@ def request(
     sizes = {name: value for name, value in sizes.items() if value is not None}
     if sizes and model is None:
         raise UserError(f"--{next(iter(sizes)).replace('_', '-')} is for models, and {given[0]} names none")
+    target = here() if target == "auto" else target
     chosen = {
-        "target": here() if target == "auto" else target,
+        "target": target,
         "threads": threads,
         "libraries": libraries,
         "compiler": compiler,
         "fp32": fp32,
+        "tf32": tf32 and target.startswith("sm_"),
         "fuse": fuse,
         "verbose": verbose,
         "dump": dump,

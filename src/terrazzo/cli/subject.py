@@ -36,12 +36,15 @@ class Subject:
 
 def load(request: Request) -> Subject:
     """The subject of a request; UserError where there is no such file or model, or the code is wrong."""
-    from terrazzo.targets import target
-
-    if request.file is not None:
-        return _from_file(*request.file, target(request.options.target).gpu or GPUS["sm_90a"], request.places[0])
     import torch
 
+    from terrazzo.targets import target
+
+    gpu = target(request.options.target).gpu
+    if gpu is not None:
+        torch.backends.cudnn.allow_tf32 = request.options.tf32  # who runs it beside PyTorch asks that
+    if request.file is not None:
+        return _from_file(*request.file, gpu or GPUS["sm_90a"], request.places[0])
     torch.manual_seed(SEED)
     if request.code is not None:
         from terrazzo.front import code
