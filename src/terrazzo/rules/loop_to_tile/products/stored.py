@@ -19,9 +19,9 @@ from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
 from terrazzo.rules.loop_to_tile.walked.crossed import copying
 
-MOST = 1 << 32
-"""Elements of an operand that is stored first, at most: patches that overlap are many times what the image is. They are
-there in windows where that is much (`copies.py`).
+MOST, TIMES, OFTEN = 1 << 32, 16, 1 << 29
+"""Elements of an operand that is stored first, at most; and of one that is so many times what it is read from, as
+patches are that overlap much. Large ones are there in windows (`copies.py`), which lose some of what they gain whole.
 """
 
 
@@ -98,6 +98,11 @@ def _stored(rewrite: str, base: l.Kernel, gpu: Gpu) -> Stored | None:
     again = product(form)
     if form is base or again is None or not on_warpgroups(form, gpu):
         return None
-    if any(b.type.span > MOST for x in made for b in x.writes):
+    if any(b.type.span > _most(b, x) for x in made for b in x.writes):
         return None
     return Stored(rewrite, base, tuple(made), whole, tuple(copies), form, again)
+
+
+def _most(made: l.Buffer, maker: l.Kernel) -> int:
+    """Elements of an operand that a kernel stores, at most."""
+    return OFTEN if made.type.span > TIMES * sum(b.type.span for b in maker.reads) else MOST
