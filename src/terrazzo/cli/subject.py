@@ -42,7 +42,7 @@ def load(request: Request) -> Subject:
 
     gpu = target(request.options.target).gpu
     if gpu is not None:
-        torch.backends.cudnn.allow_tf32 = request.options.tf32  # who runs it beside PyTorch asks that
+        torch.backends.cudnn.set_flags(_allow_tf32=request.options.tf32)  # who runs it, and PyTorch, look there
     if request.file is not None:
         return _from_file(*request.file, gpu or GPUS["sm_90a"], request.places[0])
     torch.manual_seed(SEED)
