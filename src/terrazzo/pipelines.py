@@ -332,7 +332,7 @@ def libraries(options: Options, rough: Rough) -> Libraries | None:
         return None
     in_tf32 = lambda op: any(rough(op)) if is_convolution(op) else options.fp32 in ("tf32", "bf16")  # noqa: E731
     ours = lambda op, enough: _alone(options.target, options.fp32, rough(op), op, enough)  # noqa: E731
-    return Libraries(target(options.target).gpu, ours, in_tf32)
+    return Libraries(target(options.target).gpu, ours, in_tf32, rough.layouts)
 
 
 @lru_cache(maxsize=4096)

@@ -19,9 +19,9 @@ from terrazzo.rules.torch_to_tensor.library import BACKWARD, arithmetic, convolv
 
 EXACT, ROUGH = PRODUCTS
 CHANNELS, WORK = 32, {False: 3e8, True: 1e9}
-"""Channels of an image and of a result, and operations, more of them for gradients, from which on cuDNN computes
-convolutions in float32 in TF32, where it may: all of those drawn at random; of smaller ones, and of those in groups, it
-computes about as many in float32 (benchmarks/fits/h200-tf32.json).
+"""Channels of an image and of a result, and operations, more of them for gradients, from which on cuDNN counts as
+computing convolutions in float32 in TF32 where nobody asks it: it does so with all in benchmarks/fits/h200-tf32.json,
+and with 94 % of larger ones drawn later; with about half of smaller ones and of those in groups (ADR 009).
 """
 LEAST = 1e7
 """Operations from which on a library is asked: with fewer, full digits cost nothing."""
@@ -48,8 +48,8 @@ class Rough:
 
 
 def is_large(op: Any) -> bool:
-    """Whether a convolution, or one whose gradients an op computes, is of those that cuDNN computes in TF32 where it
-    may: of one group, of enough channels and work, and, where it is transposed, without large strides.
+    """Whether a convolution, or one whose gradients an op computes, is of those that cuDNN mostly computes in TF32: of
+    one group, of enough channels and work, and, where it is transposed, without large strides.
     """
     args = convolved(op)
     weights, stride, transposed, groups = args[1].type, args[3], args[6], args[8]

@@ -291,7 +291,8 @@ def _brought(x: Moved, tile: Tile) -> float:
 def _direct(x: Moved, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes of results in a nanosecond that leave a block's registers: a thread's two columns together, or alone."""
     if scatter(x.whole):
-        return (SCATTERED if all(_in_sectors(*stored) for stored in _stored(x)) else STRADDLED) / gpu.processors
+        whole = all(_in_sectors(size, steps) for size, _, steps in _stored(x))
+        return (SCATTERED if whole else STRADDLED) / gpu.processors
     size = narrowest(x.whole)
     if size > 2:
         return has.direct
@@ -308,14 +309,14 @@ def _scattered(x: Moved, tile: Tile) -> float:
     found = 0.0
     for size, points, steps in _stored(x):
         at = [sum(c * i for c, i in zip(steps, place, strict=True)) * size for place in places]
-        begins = [0] if _in_sectors(size, points, steps) else range(0, SECTOR, size)
+        begins = [0] if _in_sectors(size, steps) else range(0, SECTOR, size)
         touched = [len({(y + first) // SECTOR for y in at}) for first in begins]
         if touched[0] * SECTOR > len(places) * size:
             found += sum(touched) / len(touched) / len(places) * points / PARTLY
     return found
 
 
-def _in_sectors(size: int, points: int, steps: tuple[int, ...]) -> bool:
+def _in_sectors(size: int, steps: tuple[int, ...]) -> bool:
     """Whether rows of what is stored begin where sectors do."""
     return all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
 

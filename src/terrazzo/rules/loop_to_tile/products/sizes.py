@@ -74,6 +74,6 @@ WITH_TMA = (
     Tile(32, 32, 128, (1, 2), 0.28, resident=3),
     Tile(16, 64, 128, (1, 4), 0.23, resident=2),
 )
-"""Tiles on tensor cores where operands come by TMA, from sm_90 on. Their rates, and what is said of TMA below, are
+"""Tiles on tensor cores where operands come by TMA, from sm_90 on. Their rates, and what `products.py` says of TMA, are
 fitted to 239 schedules on an H200 (benchmarks/fits/h200-tiles.json), of which 36 % are off by more than 14 %.
 """
