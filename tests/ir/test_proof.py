@@ -28,6 +28,13 @@ def pixels(tokens: int, parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, l
     return [(parts[0] + token, guards), (parts[1] - token, guards)]
 
 
+def images(parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, list[IntExpr]]]:
+    """Parts of the first and last pixel that a window reads of images of 7 x 7, of 16 channels that come last."""
+    y, x = R + (LARGE // 112) % 7, S + (LARGE // 16) % 7
+    guards = [y - 1, 7 - y, x - 1, 7 - x]
+    return [(parts[0] + (LARGE // 16) % 49, guards), (parts[1] - (LARGE // 16) % 49, guards)]
+
+
 TAPS, HIGH, WIDE = Var("taps", 152), Var("high", 112), Var("wide", 112)
 STEM = [f for v in ((TAPS // 7) % 7 + HIGH * 2, TAPS % 7 + WIDE * 2) for f in (v - 3, 226 - v)]
 
@@ -48,6 +55,7 @@ STEM = [f for v in ((TAPS // 7) % 7 + HIGH * 2, TAPS % 7 + WIDE * 2) for f in (v
         (((LARGE // 330) * 100 + LARGE % 100) // 48 - 100, [LARGE // 330 - 48]),  # and within a quotient
         *pixels(197, (R * 14 + S - 15, 211 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 15, 211 - R * 14 - S)),
+        *images((R * 7 + S - 8, 56 - R * 7 - S)),
         (X // 4 - Y + (X % 4) * 5, [X - 4 * Y]),  # few points: all are tried
         (2 - TAPS // 49, [146 - TAPS, *STEM]),  # the channel of a tap of 3 x 7 x 7, of which there are 152 with padding
     ],
@@ -71,6 +79,7 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
         ((LARGE // 6272) * 64 + (LARGE // 49) % 64 - 65, [LARGE // 6272 - 1]),
         *pixels(197, (R * 14 + S - 17, 209 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 17, 209 - R * 14 - S)),
+        *images((R * 7 + S - 9, 55 - R * 7 - S)),
     ],
 )
 def test_what_is_not_so_is_not(e: IntExpr, guards: list[IntExpr]) -> None:

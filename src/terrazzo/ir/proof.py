@@ -84,8 +84,9 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
 
 def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr, tuple[IntExpr, ...]]:
     """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12; v // 2 is y + 12 * more; and, where
-    `finer` parts are wanted, v is (y + 12 * more) * 2 + rest. Guards say less of these than of v itself.
+    where they are part of one, or begin with one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12, and v // 2 % 60
+    is y + 12 * (v // 24 % 5); v // 2 is y + 12 * more; and, where `finer` parts are wanted, v is (y + 12 * more) * 2 +
+    rest. Guards say less of these than of v itself.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
@@ -96,11 +97,8 @@ def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr,
             new[y] = known[-1][0]
     for x in _parts([e]) if known else ():
         if x not in new and (found := _digit(x)) is not None:
-            v, place, size = found
-            for y, whose, below in known:
-                step, rest = divmod(place, below)
-                if whose is v and not rest and y.extent % (size * step) == 0:
-                    new[x] = mod(floordiv(y, step), size)
+            if (made := _of_digits(*found, known)) is not None:
+                new[x] = made
     for y, v, below in known:
         low, high = bounds(whole := floordiv(v, below))
         if isinstance(whole, FloorDiv) and low == 0 and high is not None:
@@ -110,6 +108,22 @@ def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr,
                 if x not in new and step > 1 and not rest:
                     new[x] = new[whole] * step + Var(f"{y.name}%{step}", step)
     return (_replaced(e, new), tuple(_replaced(g, new) for g in given)) if new else (e, tuple(given))
+
+
+def _of_digits(v: Any, place: int, size: int, known: Sequence[tuple[Var, Any, int]]) -> IntExpr | None:
+    """The digit v // place % size, made of digits that have variables; None where it neither is part of one nor begins
+    with one.
+    """
+    for y, whose, below in known:
+        step, rest = divmod(place, below)
+        if whose is v and not rest and y.extent % (size * step) == 0:
+            return mod(floordiv(y, step), size)
+    for y, whose, below in known:
+        if whose is v and below == place and size % y.extent == 0:
+            place, size = place * y.extent, size // y.extent
+            higher = _of_digits(v, place, size, known)
+            return y + y.extent * (mod(floordiv(v, place), size) if higher is None else higher)
+    return None
 
 
 def _parts(exprs: Sequence[IntExpr]) -> list[Any]:
