@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.capture import attention_by_definition
 from terrazzo.front.decompositions import resampled_whole, table
+from terrazzo.front.devices import device_of, gather_on_one, is_copied
 from terrazzo.front.drawn import drop_nothing
 from terrazzo.front.fx import Unheld, from_graph
 from terrazzo.front.looking import checks_inside, multilabel_margin_loss, one_hot
@@ -200,12 +201,15 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     taken = [k for k, n in enumerate(placeholders) if isinstance(n.meta.get("val"), torch.Tensor)]
     try:
+        gather_on_one(graph)
         with unset_fake_temporarily(), failing("compiling a graph", None):  # constants of the graph are real tensors
             written = writes(graph)
             placed = set() if views else lying_alike(wanted, primals)
             computed, results = arrange(graph, wanted, views=views, placed=placed, renewed=written)
             if not (computed or written or any(n.op == "call_function" and n.is_impure() for n in graph.graph.nodes)):
                 return make_boxed_func(lambda *args: results.make(args, ()))
+            device = device_of(graph)
+            away = {k for k in taken if is_copied(placeholders[k], device)}
             output.args = ((*computed, *(w.new for w in written)),)
             like = {w.new: w.old.meta["val"] for w in written if w.new not in computed}
             without = {w.node for w in written}
@@ -214,10 +218,11 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             names = dict(zip(taken, program.input_names, strict=False))
             changed = [placeholders.index(w.old) for w in written]
             if static:
-                options = options.bound([*(names[k] for k in static if k in names and k not in changed), *bound])
+                kept = (k for k in static if k in names and k not in (*changed, *away))
+                options = options.bound([*(names[k] for k in kept), *bound])
             options = replace(options, updated=tuple(names[k] for k in changed))
-            tune(program, options, _device(graph))
-            compiled = compile_program(program, bound, options, _device(graph))
+            tune(program, options, device)
+            compiled = compile_program(program, bound, options, device)
     except Limitation as why:
         output.args = (tuple(wanted),)
         refused = why.nodes if isinstance(why, Unheld) else ()
@@ -243,7 +248,7 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             _say("tensors have tangents, of forward-mode differentiation")
             return run_by_pytorch(graph)(args)
         kept = {k: args[k] for k in given}
-        inputs = [args[k] for k in taken]
+        inputs = [args[k].to(device) if k in away else args[k] for k in taken]
         args.clear()
         return results.make(kept, compiled.consume(inputs))
 
@@ -259,17 +264,6 @@ def _have_tangents(args: Sequence[Any]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args)
-
-
-def _device(graph: Any) -> str:
-    """The one device of a graph's tensors, scalars on the CPU aside; Limitation where there are several."""
-    import torch
-
-    values = [v for n in graph.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
-    found = list(dict.fromkeys(str(v.device) for v in values if v.dim() or v.device.type != "cpu")) or ["cpu"]
-    if len(found) > 1:
-        raise Limitation(f"a graph on several devices ({', '.join(found)})")
-    return found[0]
 
 
 def _by_shape(gm: Any, options: Options) -> Any:

@@ -96,9 +96,9 @@ def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr,
             known.append((Var(f"${len(known)}", size), v, place))
             new[y] = known[-1][0]
     for x in _parts([e]) if known else ():
-        if x not in new and (found := _digit(x)) is not None:
-            if (made := _of_digits(*found, known)) is not None:
-                new[x] = made
+        found = None if x in new else _digit(x)
+        if found is not None and (made := _of_digits(*found, known)) is not None:
+            new[x] = made
     for y, v, below in known:
         low, high = bounds(whole := floordiv(v, below))
         if isinstance(whole, FloorDiv) and low == 0 and high is not None:
@@ -119,10 +119,10 @@ def _of_digits(v: Any, place: int, size: int, known: Sequence[tuple[Var, Any, in
         if whose is v and not rest and y.extent % (size * step) == 0:
             return mod(floordiv(y, step), size)
     for y, whose, below in known:
-        if whose is v and below == place and size % y.extent == 0:
-            place, size = place * y.extent, size // y.extent
-            higher = _of_digits(v, place, size, known)
-            return y + y.extent * (mod(floordiv(v, place), size) if higher is None else higher)
+        if whose is v and below == place and isinstance(y.extent, int) and size % y.extent == 0:
+            above = place * y.extent, size // y.extent
+            higher = _of_digits(v, *above, known)
+            return y + y.extent * (mod(floordiv(v, above[0]), above[1]) if higher is None else higher)
     return None
 
 
