@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.e2e.models import MODELS
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo
 from terrazzo.front import huggingface
@@ -138,6 +139,32 @@ def test_a_compiler_bug_is_a_loud_warning_and_pytorch_runs_the_graph(monkeypatch
     torch._dynamo.reset()
     with pytest.raises(Exception, match="pass fuse: IndexError: list index out of range"):
         torch.compile(fn, backend="terrazzo", options={"strict": True})(x)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_pytorch_then_runs_what_it_was_given(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    """Its own attention, say, and not the products and the softmax that we take it apart into."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        return [][1]
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr("terrazzo.pipelines.fuse", broken)
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=training) for _ in range(3))
+    compiled = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="terrazzo")
+    with pytest.warns(RuntimeWarning, match="A BUG OF THE COMPILER"):
+        compiled(q, k, v)
+    ran: list[str] = []
+    with Ops():
+        ours = compiled(q, k, v)
+    assert torch.equal(ours, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert ran[0] == "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert ours.requires_grad is training
 
 
 def test_what_fails_outside_of_a_pass_is_a_compiler_bug_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,18 +76,19 @@ def _value(graph: Any, node: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _copies(node: Any, device: Any) -> bool:
-    """Whether a node copies what it is given to a device."""
+def _copies(node: Any, device: Any = None) -> bool:
+    """Whether a node copies what it is given to a device: this one, or any other than where it is."""
     import torch
 
-    return node.target is torch.ops.aten._to_copy.default and node.kwargs.get("device") == device
+    if node.target is not torch.ops.aten._to_copy.default or node.kwargs.get("device") is None:
+        return False
+    return bool(node.meta["val"].device == device if device else node.meta["val"].device.type != "cpu")
 
 
 def _only_copied(graph: Any, node: Any) -> bool:
-    """Whether a graph is given something for its copy on another device alone."""
-    if node.op not in ("placeholder", "get_attr") or (value := _value(graph, node)) is None or not node.users:
-        return False
-    return all(_copies(u, u.meta["val"].device) and u.meta["val"].device != value.device for u in node.users)
+    """Whether a graph is given something on the CPU for its copy on another device alone."""
+    given = node.op in ("placeholder", "get_attr") and (value := _value(graph, node)) is not None
+    return given and value.device.type == "cpu" and bool(node.users) and all(map(_copies, node.users))
 
 
 def _may_move(node: Any, moved: Collection[Any], device: Any) -> bool:

@@ -38,6 +38,10 @@ _graphs = count()
 """Numbers the graphs of this process, so that each is dumped beside the others."""
 
 
+class _Refused(Exception):
+    """What is traced is not compiled: PyTorch runs it as it was before AOTAutograd took it apart."""
+
+
 def terrazzo(
     gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, object] | None = None
 ) -> Any:
@@ -69,11 +73,17 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     primals: list[Any] = []
+    traced = False
 
     def compiler(graph: Any, views: bool = True, static: Sequence[int] = ()) -> Any:
         _keep_saved()
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
-        return _graph(graph, replace(options, dump=dump), views, static, primals)
+        try:
+            return _graph(graph, replace(options, dump=dump), views, static, primals)
+        except _Refused:
+            if traced:  # gradients, at the first call for them: what they are of has run
+                return run_by_pytorch(graph)
+            raise
 
     def forward(graph: Any, inputs: Sequence[Any]) -> Any:
         twice.learn(graph)
@@ -105,7 +115,10 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 partition_fn=partial(partition, wide=_wide(example_inputs, options)),
                 keep_inference_input_mutations=True,
             )
+            traced = True
             return twice.around(compiled)
+    except _Refused:
+        return gm
     except GuardOnDataDependentSymNode as why:
         _say(f"a shape depends on data ({str(why).splitlines()[0]})")
         return gm
@@ -187,7 +200,7 @@ def _only_read(static: Sequence[int]) -> list[int]:
 def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = (), primals: Sequence[Any] = ()) -> Any:
     """One ATen graph as a function of its inputs, of which the `static` ones are frozen, as constants of the graph are,
     where there are any. Results that are no tensors (None, numbers) are passed on. Without `views` they are the
-    gradients of the `primals`.
+    gradients of the `primals`. What is not compiled at all, not even in segments, is `_Refused`, with a warning.
     """
     import torch
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
@@ -227,17 +240,16 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
         output.args = (tuple(wanted),)
         refused = why.nodes if isinstance(why, Unheld) else ()
         # what one segment makes another takes as it was traced, also where nobody relies on how the last results lie
-        if refused and (found := in_segments(graph, refused, lambda part: _graph(part, options, True))):
+        if refused and (found := in_segments(graph, refused, lambda part: _part(part, options))):
             _warn(f"{why}\nPyTorch runs them, and what lies between is compiled")
             return found
         _say(str(why))
-        return run_by_pytorch(graph)
+        raise _Refused from why
     except CompilerBug as bug:
         if options.strict:
             raise
         _say(f"A BUG OF THE COMPILER (an error with options={{'strict': True}}): {bug}\nPlease report it")
-        output.args = (tuple(wanted),)
-        return run_by_pytorch(graph)
+        raise _Refused from bug
     finally:
         output.args = (tuple(wanted),)
     given = {r.k for r in results.each if r.of == "input"}
@@ -254,6 +266,14 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _part(graph: Any, options: Options) -> Any:
+    """The same of a part of a graph: what is not compiled PyTorch runs op by op."""
+    try:
+        return _graph(graph, options, True)
+    except _Refused:
+        return run_by_pytorch(graph)
 
 
 def _have_tangents(args: Sequence[Any]) -> bool:
