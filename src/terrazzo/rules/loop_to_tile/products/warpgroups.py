@@ -42,6 +42,7 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     Tile,
     abreast,
     cuts,
+    roots,
     runs,
     shapes,
     sharing,
@@ -158,17 +159,12 @@ def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
 
 def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
     """Whether a block has several tiles, one of which may be stored while the next is multiplied. Where results leave
-    from registers, ptxas moves what is done with them to before the last products are waited for. What they read is
-    fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048 took 115 us
-    with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
+    from registers, ptxas moves what is done with them to before the last products are waited for. What each result
+    reads is fetched subtile by subtile, and where these are many little of that is hidden: a residual of 8192 x 2048
+    took 115 us with tiles of 128 columns and 136 with 160, which have five subtiles for two (H200).
     """
-    wide = tile.width(narrowest(p)) * narrowest(p) == LINE or not _reads(p)
+    wide = tile.width(narrowest(p)) * narrowest(p) == LINE or not (results(p).read or roots(p, tile.columns))
     return tiles * tile.blocks > gpu.processors and leaves(p, tile) != "" and wide
-
-
-def _reads(p: Product) -> bool:
-    """Whether results are made of more than sums."""
-    return results(p).moved > results(p).stored * results(p).points
 
 
 def alike(time: float) -> int:
