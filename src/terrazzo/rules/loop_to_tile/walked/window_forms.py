@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction, is_product
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import terms_of
-from terrazzo.ir.node import Node, per_node, topological
+from terrazzo.ir.expr import Expr, Loaded, terms_of
+from terrazzo.ir.node import Node, derived, per_node, topological
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import f32
 from terrazzo.rules.loop_to_tile.walked.cache_lines import LINE, offset_of, stride_of
@@ -44,23 +44,23 @@ class Form:
     terms: tuple[Node, ...]
     loops: tuple[n.Loop, ...]
 
-    @cached_property
+    @derived
     def crossed(self) -> bool:
         """Whether all that it reduces is over pairs of operands, and no product."""
         return all(isinstance(r, l.Reduce) and crosses(r) for s in self.loops for r in s.carried)
 
-    @cached_property
+    @derived
     def summed(self) -> bool:
         """Whether it adds up pairs, in sums that threads would share otherwise, each with a part of them."""
         return self.crossed and any(r.monoid.name == "sum" for s in self.loops for r in s.carried)
 
-    @cached_property
+    @derived
     def accesses(self) -> list[Any]:
         """What is loaded and stored."""
         inside = [x.term for s in self.loops for x in s.body if isinstance(x, n.Let)]
         return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
 
-    @cached_property
+    @derived
     def executed(self) -> list[tuple[n.Loop | None, Any, int]]:
         """What is executed by itself and in each loop: one term of each kind, and how many there are. A term of
         hundreds of loads has few kinds.
@@ -75,7 +75,32 @@ class Form:
             found[key] = s, one, count + 1
         return [*found.values()]
 
-    @cached_property
+    @derived
+    def gathered(self) -> list[tuple[frozenset[Any], int]]:
+        """Planes that data says where to read in: which axes they are chosen by, and bytes of one."""
+        found = []
+        for x in self.accesses:
+            index = {d: e for d, e in enumerate(x.index) if isinstance(e, Expr)}
+            said = {d for d, e in index.items() if any(isinstance(y, Loaded) for y in topological([e]))}
+            if len(x.index) - 1 in said:
+                plane = math.prod(x.buffer.type.static_shape[d] for d in said) * x.buffer.type.dtype.size
+                found.append((frozenset(a for d, e in index.items() if d not in said for a in e.free), plane))
+        return found
+
+    @derived
+    def bytes(self) -> float:
+        """Of all buffers."""
+        total = 0.0
+        for x in {x.buffer: x for x in self.accesses}.values():
+            total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
+        return total
+
+    @derived
+    def asked(self) -> dict[Any, tuple[int, int]]:
+        """What was found of terms for those who compute windows in different ways."""
+        return {}
+
+    @derived
     def lanes(self) -> tuple[Any, ...]:
         """Axes that memory runs along in some access, or nearly."""
         found: dict[Any, None] = {}
@@ -225,10 +250,3 @@ def _kind(t: Any) -> Any:
 def _summed(term: Node, s: n.Loop) -> bool:
     """Whether a product goes into a sum, so both are one instruction."""
     return any(term in x.args for x in s.body if isinstance(x, n.Accumulate))
-
-
-def moved_bytes(form: Form) -> float:
-    total = 0.0
-    for x in {x.buffer: x for x in form.accesses}.values():
-        total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
-    return total

@@ -8,10 +8,10 @@ axis the lanes lie, and which steps are unrolled is priced by counting what a th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import combinations
+from functools import lru_cache
+from itertools import chain, combinations
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -19,8 +19,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, Loaded
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.packed import copied_along
@@ -36,7 +35,6 @@ from terrazzo.rules.loop_to_tile.walked.window_forms import (
     directions,
     few_channels,
     form_of,
-    moved_bytes,
     places,
 )
 from terrazzo.rules.tile.draft import axis_name
@@ -74,6 +72,8 @@ its own, took 850 us for 41 million, means along 512 days of 321 series 422 us f
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
+_ACCESSES, _EXECUTED = (l.Load, l.Store), (l.Load, l.Store, l.Apply)
+
 
 @dataclass(frozen=True)
 class Window:
@@ -94,19 +94,27 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     """The best way to compute windows; None for a kernel that has none."""
     if (form := form_of(kernel)) is None:
         return None
-    found = list(_ways(form, gpu))
+    found = [_ways(form, gpu)]
     if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
-        found += _ways(points, gpu)  # lanes fill up with what follows a short row
+        found.append(_ways(points, gpu))  # lanes fill up with what follows a short row
     for axis in form.lanes:
         *copies, other = copied_along(kernel, axis, 1) if form.crossed else copied_along(kernel, axis)
         if copies and (new := form_of(other)) is not None:
-            before = sum(copying(x, gpu) for x in copies)
-            found += [_Way(new, w.lane, w.vector, w.points, w.serial, w.gpu, before, tuple(copies))
-                      for w in _ways(new, gpu) if w.lane.name == axis.name]  # fmt: skip
-    best = min(found, key=lambda w: (w.time, w.busy), default=None)
+            lanes = tuple(a for a in new.lanes if a.name == axis.name)
+            found.append(_ways(new, gpu, lanes, sum(copying(x, gpu) for x in copies), tuple(copies)))
+    best = _best(chain.from_iterable(found))
     if best is None or best.time > _by_rows(form, gpu):
         return None
     return replace(best.window(), time=best.time * (MULTIPLIED if few_channels(kernel) else 1))
+
+
+def _best(ways: Iterable[_Way]) -> _Way | None:
+    """The first of those that take the least time, and of these the least busy."""
+    best, least = None, (math.inf, math.inf)
+    for way in ways:
+        if way.least <= least[0] and (takes := (way.time, way.busy)) < least:
+            best, least = way, takes
+    return best
 
 
 ROW = 60
@@ -139,37 +147,31 @@ def _by_rows(form: Form, gpu: Gpu) -> float:
     rows = math.prod(int(a.extent) for a in form.axes)
     waits = max(1.0, gpu.processors * BUSY / rows)
     busy = rows * max(issued, ISSUES * lines) / (gpu.fma / 2 / WARP) * waits
-    return max(busy, moved_bytes(form) / gpu.memory) + gpu.launch
+    return max(busy, form.bytes / gpu.memory) + gpu.launch
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way to bind the axes of a form."""
+class _Threads:
+    """Which points of a form a thread has, and what follows from that whichever steps it writes out."""
 
     form: Form
     lane: Any
     vector: int
     points: tuple[tuple[Any, int], ...]
-    serial: frozenset[Any]
     gpu: Gpu
-    before: float = 0.0
-    copies: tuple[l.Kernel, ...] = field(default=())
 
-    @cached_property
+    @derived
     def sizes(self) -> dict[Any, int]:
-        """Points of a thread along each axis, and unrolled steps."""
-        steps = {a: a.extent for s in self.form.loops for a in s.axes if a not in self.serial}
-        return {**dict(self.points), **({self.lane: self.vector} if self.vector > 1 else {}), **steps}
+        """Points of a thread along each axis."""
+        return {**dict(self.points), **({self.lane: self.vector} if self.vector > 1 else {})}
 
-    @property
+    @derived
     def each(self) -> int:
         """Points of a thread."""
         return self.vector * math.prod(p for _, p in self.points)
 
-    # -- threads -------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def threads(self) -> dict[Any, tuple[int, int]]:
+    @derived
+    def bound(self) -> dict[Any, tuple[int, int]]:
         """Lanes and warps along every axis. Lanes lie along memory first, as far as few of them have no point."""
         parts = {a: -(-a.extent // self.sizes.get(a, 1)) for a in self.form.axes}
         near = [abs(s) for x in self.form.accesses if isinstance(s := stride_of(x, self.lane), int) and s]
@@ -187,51 +189,108 @@ class _Way:
         divided(WARPS, order, parts, both)
         return {a: (lanes[a], both[a] // lanes[a]) for a in self.form.axes}
 
-    @cached_property
+    @derived
     def lanes(self) -> tuple[tuple[Any, int, int], ...]:
         """Axes that lanes lie along, innermost last: how many, and how many points each has there."""
-        return tuple((a, k, self.sizes.get(a, 1)) for a, (k, _) in self.threads.items() if k > 1)
+        return tuple((a, k, self.sizes.get(a, 1)) for a, (k, _) in self.bound.items() if k > 1)
 
-    @cached_property
+    @derived
     def count(self) -> int:
         """Threads of all blocks, those without points included."""
         total = 1
         for a in self.form.axes:
-            lanes, warps = self.threads[a]
+            lanes, warps = self.bound[a]
             total *= -(-a.extent // (self.sizes.get(a, 1) * lanes * warps)) * lanes * warps
         return total
 
+    @derived
+    def stored(self) -> float:
+        """Nanoseconds in which the cache takes what lanes store to sectors that no others of their warp store to."""
+        lines = 0.0
+        for s in self.form.kernel.stores:
+            width = self.width(s)
+            times, asked = self.each / width, lines_of(s, self.lanes, width)
+            lines += times * asked if WARP * width * s.buffer.type.dtype.size < SECTOR * asked else 0.0
+        return self.count / WARP * lines / STORED
+
+    @derived
+    def crowd(self) -> float:
+        """How many times as large as a processor's cache is what a block gathers from, if that is larger: planes in
+        which data says where they are read (but not rows of which it says which are), one of which fits. With 32 KB
+        each (grid_sample of 8 x 32 x 128 x 128 in bfloat16, H200, November 2026) blocks of 1 to 4 planes took 28.2 to
+        29.2 us, of 8 up to 29.7, of 16 up to 34.2, and of 32 up to 50.6.
+        """
+        found = 1.0
+        for axes, plane in self.form.gathered:
+            if plane <= self.gpu.shared:
+                each = (self.sizes.get(a, 1) * math.prod(self.bound[a]) for a in self.form.axes if a in axes)
+                found = max(found, math.prod(each) * plane / self.gpu.shared)
+        return found
+
+    def width(self, x: Any) -> int:
+        """How many values a thread loads or stores at once of those along the lanes' axis."""
+        return self.vector if self.vector > 1 and at_once(x, self.lane, self.vector) else 1
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to bind the axes of a form: points of a thread, and the steps that are not written out."""
+
+    threads: _Threads
+    serial: frozenset[Any]
+    before: float = 0.0
+    copies: tuple[l.Kernel, ...] = field(default=())
+
+    @derived
+    def form(self) -> Form:
+        return self.threads.form
+
+    @derived
+    def sizes(self) -> dict[Any, int]:
+        """Points of a thread along each axis, and unrolled steps."""
+        steps = {a: a.extent for s in self.form.loops for a in s.axes if a not in self.serial}
+        return {**self.threads.sizes, **steps}
+
     # -- what a thread does --------------------------------------------------------------------------------------------
 
-    @cached_property
+    @derived
     def registers(self) -> int:
         """Of sums and windows."""
-        found = self.each * sum(len(s.carried) for s in self.form.loops)
+        found = self.threads.each * sum(len(s.carried) for s in self.form.loops)
         most = 0
         for s in self.form.loops:
-            loads = [x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load)]
-            each = [(self.times(x), max(1, 4 // x.dtype.size) if self.width(x) > 1 else 1) for x in loads]
-            most = max(most, sum(-(-times // packed) for times, packed in each))
+            total = 0
+            for x in s.body:
+                if isinstance(x, n.Let) and isinstance(x.term, l.Load):
+                    times, width = self.values(x.term)
+                    total += -(-times // max(1, 4 // x.term.dtype.size)) if width > 1 else times
+            most = max(most, total)
         return found + most
 
     @property
     def written(self) -> int:
         """Steps that are written out."""
         steps = (math.prod(int(a.extent) for a in s.axes if a not in self.serial) for s in self.form.loops)
-        return self.each * max(steps)
+        return self.threads.each * max(steps)
 
-    def times(self, term: Node) -> int:
-        """How many values a term has in a thread, for one step of the serial loops."""
-        return places(directions(term), tuple((a, size) for a, size in self.sizes.items() if a in term.free))
+    def values(self, term: Any) -> tuple[int, int]:
+        """How many values a term has in a thread, for one step of the serial loops, and how many of them it loads at
+        once. That is asked once of all ways that have as many points and steps along the axes that the term knows.
+        """
+        known = tuple([(a, size) for a, size in self.sizes.items() if a in term.free])
+        asked = term, self.threads.lane, self.threads.vector, known
+        if (found := self.form.asked.get(asked)) is None:
+            found = self.form.asked[asked] = places(directions(term), known), self.width(term)
+        return found
 
     def width(self, x: Any) -> int:
         """How many values a thread loads or stores at once: those along the lanes' axis, or what it reads in steps that
         are written out, as a pixel's channels.
         """
-        if self.vector > 1 and at_once(x, self.lane, self.vector):
-            return self.vector
-        if not isinstance(x, l.Load):
+        if not isinstance(x, _ACCESSES):
             return 1
+        if (found := self.threads.width(x)) > 1 or isinstance(x, l.Store):
+            return found
         moved = {v: found for v, found in directions(x) if v in self.sizes and found}
         for a, (number, _) in moved.items():
             size = self.sizes[a]
@@ -240,74 +299,71 @@ class _Way:
                 return min(size, WIDEST // int(x.dtype.size))
         return 1
 
-    @cached_property
-    def work(self) -> tuple[float, float]:
-        """Instructions of a thread, and lines that its warp asks the cache for."""
-        issued, lines = float(OVERHEAD), 0.0
-        for s, t, count in self.form.executed:
-            some, asked = self.one(t, math.prod(a.extent for a in s.axes if a in self.serial) if s is not None else 1)
-            issued, lines = issued + count * some, lines + count * asked
-        for s in self.form.loops:
-            issued += 8 * math.prod(a.extent for a in s.axes if a in self.serial)
-            steps = self.each * math.prod(a.extent for a in s.axes)
-            sums = (x.into.monoid.width for x in s.body if isinstance(x, n.Accumulate))
-            issued += sum(steps * (1 if width == 1 else 4) for width in sums)
-        return issued, lines
-
-    def one(self, t: Any, serial: int) -> tuple[float, float]:
-        """Of a term, in so many steps."""
-        if isinstance(t, l.Load | l.Store):
-            all_ = self.each if isinstance(t, l.Store) else self.times(t)
-            width = self.width(t)
-            guard = GUARD + (width // 2 if width > 1 else 0) if getattr(t, "inside", ()) else 1
-            guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
-            times = serial * all_ / width
-            return times * (1 + guard), times * lines_of(t, self.lanes, width)
-        if isinstance(t, l.Apply):
-            return serial * self.times(t) * (1 if is_cast(t.fn) else t.fn.cost), 0.0
-        return 0.0, 0.0
-
-    @cached_property
-    def busy(self) -> float:
-        """Nanoseconds for which instructions are issued, or lines fetched from caches."""
-        issued, lines = self.work
-        warps = self.count / WARP
-        rate = self.gpu.fma / 2 / WARP  # warps' instructions in a nanosecond
-        waits = max(1.0, self.gpu.processors * BUSY / warps)  # there are too few warps to hide them
-        return warps * max(issued, ISSUES * lines) / rate * waits * self.crowd
-
-    @cached_property
-    def stored(self) -> float:
-        """Nanoseconds in which the cache takes what lanes store to sectors that no others of their warp store to."""
-        lines = 0.0
-        for s in self.form.kernel.stores:
-            times, asked = self.each / self.width(s), lines_of(s, self.lanes, self.width(s))
-            lines += times * asked if WARP * self.width(s) * s.buffer.type.dtype.size < SECTOR * asked else 0.0
-        return self.count / WARP * lines / STORED
-
-    @cached_property
-    def crowd(self) -> float:
-        """How many times as large as a processor's cache is what a block gathers from, if that is larger: planes in
-        which data says where they are read (but not rows of which it says which are), one of which fits. With 32 KB
-        each (grid_sample of 8 x 32 x 128 x 128 in bfloat16, H200, November 2026) blocks of 1 to 4 planes took 28.2 to
-        29.2 us, of 8 up to 29.7, of 16 up to 34.2, and of 32 up to 50.6.
+    @derived
+    def executed(self) -> list[tuple[Any, float, int]]:
+        """Terms of a thread: how many times it loads, stores or computes each of a kind, and how many kinds are alike.
+        What it loads or stores it does in so wide ones.
         """
-        found = 1.0
-        for x in self.form.accesses:
-            index = {d: e for d, e in enumerate(x.index) if isinstance(e, Expr)}
-            said = {d for d, e in index.items() if any(isinstance(y, Loaded) for y in topological([e]))}
-            plane = math.prod(x.buffer.type.static_shape[d] for d in said) * x.buffer.type.dtype.size
-            if len(x.index) - 1 in said and plane <= self.gpu.shared:
-                of = {a for d, e in index.items() if d not in said for a in e.free}
-                each = (self.sizes.get(a, 1) * math.prod(self.threads[a]) for a in self.form.axes if a in of)
-                found = max(found, math.prod(each) * plane / self.gpu.shared)
+        found = []
+        for s, t, count in self.form.executed:
+            serial = math.prod([a.extent for a in s.axes if a in self.serial]) if s is not None else 1
+            if isinstance(t, _EXECUTED):
+                times, width = self.values(t) if not isinstance(t, l.Store) else (self.threads.each, self.width(t))
+                found.append((t, serial * times / width, count, width))
         return found
 
+    @derived
+    def issued(self) -> float:
+        """Instructions of a thread."""
+        issued, sizes = float(OVERHEAD), self.threads.points
+        for t, times, count, width in self.executed:
+            if isinstance(t, l.Apply):
+                some = times * (1 if is_cast(t.fn) else t.fn.cost)
+            else:
+                guard = GUARD + (width // 2 if width > 1 else 0) if getattr(t, "inside", ()) else 1
+                guard += MASKED if any(a in t.free and a.extent % size for a, size in sizes) else 0
+                some = times * (1 + guard)
+            issued += count * some
+        for s in self.form.loops:
+            issued += 8 * math.prod(a.extent for a in s.axes if a in self.serial)
+            steps = self.threads.each * math.prod(a.extent for a in s.axes)
+            sums = (x.into.monoid.width for x in s.body if isinstance(x, n.Accumulate))
+            issued += sum(steps * (1 if width == 1 else 4) for width in sums)
+        return issued
+
+    @derived
+    def lines(self) -> float:
+        """Lines that its warp asks the cache for."""
+        lines, lanes = 0.0, self.threads.lanes
+        for t, times, count, width in self.executed:
+            if not isinstance(t, l.Apply):
+                lines += count * (times * lines_of(t, lanes, width))
+        return lines
+
+    @derived
+    def busy(self) -> float:
+        """Nanoseconds for which instructions are issued, or lines fetched from caches."""
+        return self._busy(max(self.issued, ISSUES * self.lines)) * self.threads.crowd
+
+    def _busy(self, cycles: float) -> float:
+        """Nanoseconds that all warps take, each so many cycles of a scheduler."""
+        warps = self.threads.count / WARP
+        rate = self.threads.gpu.fma / 2 / WARP  # warps' instructions in a nanosecond
+        waits = max(1.0, self.threads.gpu.processors * BUSY / warps)  # there are too few warps to hide them
+        return warps * cycles / rate * waits
+
     @property
+    def least(self) -> float:
+        """Nanoseconds that it takes at least, which are found sooner: `lines` are left out."""
+        return self._taking(self._busy(self.issued))
+
+    @derived
     def time(self) -> float:
         """Nanoseconds of the kernel, and of what comes before it."""
-        moved = max(self.busy, self.stored, moved_bytes(self.form) / self.gpu.memory)
-        return moved + self.gpu.launch + self.before
+        return self._taking(max(self.busy, self.threads.stored))
+
+    def _taking(self, busy: float) -> float:
+        return max(busy, self.form.bytes / self.threads.gpu.memory) + self.threads.gpu.launch + self.before
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -315,12 +371,12 @@ class _Way:
         """The schedule."""
         lines = []
         for a in self.form.axes:
-            lanes, warps = self.threads[a]
-            size = self.sizes.get(a, 1)
+            lanes, warps = self.threads.bound[a]
+            size = self.threads.sizes.get(a, 1)
             own = [Factor(level, k) for level, k in (("warp", warps), ("lane", lanes)) if k > 1]
             own += [Factor("reg", size, (("jam", True),))] if size > 1 else []
             lines.append((a.name, (Factor("grid", -(-a.extent // (lanes * warps * size))), *own)))
-        if self.each == 1:  # the last axis has one point then, for the steps are taken so all the same
+        if self.threads.each == 1:  # the last axis has one point then, for the steps are taken so all the same
             name, own_ = lines[-1]
             lines[-1] = name, (*own_, Factor("reg", 1, (("jam", True),)))
         names = {r: name for name, r in n.accumulators(self.form.kernel).items()}
@@ -331,8 +387,9 @@ class _Way:
             )
             for s in self.form.loops
         )
-        told = " x ".join(f"{p} ({axis_name(a)})" for a, p in (*self.points, (self.lane, self.vector)) if p > 1)
-        schedule = Schedule(self.form.kernel.name, self.gpu.arch, tuple(lines), (), (), sites)
+        together = (*self.threads.points, (self.threads.lane, self.threads.vector))
+        told = " x ".join(f"{p} ({axis_name(a)})" for a, p in together if p > 1)
+        schedule = Schedule(self.form.kernel.name, self.threads.gpu.arch, tuple(lines), (), (), sites)
         why = f"a thread computes {told} points of a window" if told else "a thread computes the window of a point"
         return Window(self.form.kernel, schedule, self.time, why, self.copies)
 
@@ -344,8 +401,10 @@ class _Way:
         return tuple(Factor("time", k) for k in (axis.extent // some, some) if k > 1 or some == 1)
 
 
-def _ways(form: Form, gpu: Gpu) -> Iterator[_Way]:
-    """Those whose sums and windows fit into registers."""
+def _ways(
+    form: Form, gpu: Gpu, lanes: tuple[Any, ...] | None = None, before: float = 0.0, copies: tuple[l.Kernel, ...] = ()
+) -> Iterator[_Way]:
+    """Those whose sums and windows fit into registers, with lanes along all axes that have any, or these."""
     steps = sorted((a for s in form.loops for a in s.axes), key=lambda a: -a.extent)
     if len(steps) <= FEW_LOOPS:
         subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
@@ -354,12 +413,13 @@ def _ways(form: Form, gpu: Gpu) -> Iterator[_Way]:
     if form.summed:
         subsets = [x for x in subsets if all(a in x or a.extent <= SHORT for a in steps)]
     smallest = min(x.buffer.type.dtype.size for x in form.accesses)
-    for lane in form.lanes:
+    for lane in form.lanes if lanes is None else lanes:
         for vector in (1, 2, 4, 8):
             if lane.extent % vector or vector * smallest > WIDEST:
                 continue
             others: list[tuple[tuple[Any, int], ...]] = [()]
             others += [((a, p),) for a in form.axes for p in POINTS if a is not lane and p <= a.extent]
             for points in others:
-                every = (_Way(form, lane, vector, points, serial, gpu) for serial in subsets)
+                threads = _Threads(form, lane, vector, points, gpu)
+                every = (_Way(threads, serial, before, copies) for serial in subsets)
                 yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
