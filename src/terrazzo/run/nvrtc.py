@@ -27,7 +27,10 @@ from terrazzo.run.processors import processors
 
 T = TypeVar("T")
 
-_FLAGS = ("--std=c++17", "-default-device")
+_FLAGS = ("--std=c++17", "-default-device", "--minimal")
+"""Without textures, surfaces and functions of the CUDA runtime, which no kernel has, what NVRTC reads before each source
+is shorter: 22 ms of processor time for an empty kernel, and 28 with them. The cubins are the same.
+"""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 from terrazzo.ir import nest as n
@@ -34,6 +35,9 @@ SHALLOW = 512
 POINTS = (2, 4, 7, 8)
 """Points of a thread along an axis: images are often 7 * 2^n wide."""
 
+FEW_LOOPS = 5
+"""Loops over steps of which each may be serial or written out, whichever the others are."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -61,19 +65,35 @@ class Form:
         return [*(t for t in (*self.terms, *inside) if isinstance(t, l.Load)), *self.kernel.stores]
 
     @derived
-    def executed(self) -> list[tuple[n.Loop | None, Any, int]]:
-        """What is executed by itself and in each loop: one term of each kind, and how many there are. A term of
+    def loaded(self) -> list[list[l.Load]]:
+        """What is loaded in each loop."""
+        return [[x.term for x in s.body if isinstance(x, n.Let) and isinstance(x.term, l.Load)] for s in self.loops]
+
+    @derived
+    def executed(self) -> dict[n.Loop | None, list[tuple[Any, int]]]:
+        """What is executed by itself (None) and in each loop: one term of each kind, and how many there are. A term of
         hundreds of loads has few kinds.
         """
-        found: dict[Any, tuple[n.Loop | None, Any, int]] = {}
+        found: dict[Any, dict[Any, tuple[Any, int]]] = {s: {} for s in (None, *self.loops)}
         inside = [(s, x.term) for s in self.loops for x in s.body if isinstance(x, n.Let)]
         for s, t in (*((None, t) for t in self.terms), *inside, *((None, t) for t in self.kernel.stores)):
             if is_product(t) and s is not None and _summed(t, s):
                 continue
-            key = s, _kind(t)
-            _, one, count = found.get(key, (s, t, 0))
-            found[key] = s, one, count + 1
-        return [*found.values()]
+            one, count = found[s].get(_kind(t), (t, 0))
+            found[s][_kind(t)] = one, count + 1
+        return {s: [*each.values()] for s, each in found.items()}
+
+    @derived
+    def serial(self) -> list[frozenset[Any]]:
+        """Which steps may be serial, while the others are written out."""
+        steps = sorted((a for s in self.loops for a in s.axes), key=lambda a: -a.extent)
+        if len(steps) <= FEW_LOOPS:
+            found = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
+        else:  # the longest are serial first
+            found = [frozenset(steps[:k]) for k in range(len(steps) + 1)]
+        if self.summed:
+            found = [x for x in found if all(a in x or a.extent <= SHORT for a in steps)]
+        return found
 
     @derived
     def gathered(self) -> list[tuple[frozenset[Any], int]]:

@@ -8,11 +8,10 @@ axis the lanes lie, and which steps are unrolled is priced by counting what a th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -41,8 +40,6 @@ from terrazzo.rules.tile.draft import axis_name
 
 WARPS = 4
 """Of a block."""
-FEW_LOOPS = 5
-"""Loops over steps of which each may be serial or written out, whichever the others are."""
 CODE = 640
 """Multiply-adds of a thread that are written out, at most."""
 REGISTERS = 120
@@ -72,7 +69,7 @@ its own, took 850 us for 41 million, means along 512 days of 321 series 422 us f
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
-_ACCESSES, _EXECUTED = (l.Load, l.Store), (l.Load, l.Store, l.Apply)
+_ACCESSES = (l.Load, l.Store)
 
 
 @dataclass(frozen=True)
@@ -94,26 +91,34 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     """The best way to compute windows; None for a kernel that has none."""
     if (form := form_of(kernel)) is None:
         return None
-    found = [_ways(form, gpu)]
+    found = list(_threads(form, gpu))
     if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
-        found.append(_ways(points, gpu))  # lanes fill up with what follows a short row
+        found += _threads(points, gpu)  # lanes fill up with what follows a short row
     for axis in form.lanes:
         *copies, other = copied_along(kernel, axis, 1) if form.crossed else copied_along(kernel, axis)
         if copies and (new := form_of(other)) is not None:
-            lanes = tuple(a for a in new.lanes if a.name == axis.name)
-            found.append(_ways(new, gpu, lanes, sum(copying(x, gpu) for x in copies), tuple(copies)))
-    best = _best(chain.from_iterable(found))
+            before = sum(copying(x, gpu) for x in copies)
+            found += (replace(x, before=before, copies=tuple(copies))
+                      for x in _threads(new, gpu) if x.lane.name == axis.name)  # fmt: skip
+    best = _best(found)
     if best is None or best.time > _by_rows(form, gpu):
         return None
     return replace(best.window(), time=best.time * (MULTIPLIED if few_channels(kernel) else 1))
 
 
-def _best(ways: Iterable[_Way]) -> _Way | None:
-    """The first of those that take the least time, and of these the least busy."""
-    best, least = None, (math.inf, math.inf)
-    for way in ways:
-        if way.least <= least[0] and (takes := (way.time, way.busy)) < least:
-            best, least = way, takes
+def _best(found: Sequence[_Threads]) -> _Way | None:
+    """The way that takes the least time, of these one that is the least busy, and of these the first. Those that take
+    longer whatever they load are not looked at.
+    """
+    best, taken = None, (math.inf, math.inf, 0)
+    for number, threads in sorted(enumerate(found), key=lambda x: x[1].least):
+        if threads.least > taken[0]:
+            break
+        for way in threads.ways():
+            if way.least <= taken[0] and way.registers <= REGISTERS:
+                takes = way.time, way.busy, number
+                if takes < taken:
+                    best, taken = way, takes
     return best
 
 
@@ -150,6 +155,18 @@ def _by_rows(form: Form, gpu: Gpu) -> float:
     return max(busy, form.bytes / gpu.memory) + gpu.launch
 
 
+class _Work(NamedTuple):
+    """What a thread does: instructions, and what it loads or stores, how many times, and how many values at once."""
+
+    issued: float = 0.0
+    accesses: tuple[tuple[Any, float, int], ...] = ()
+
+    def and_(self, other: _Work, times: int = 1) -> _Work:
+        """Both, the other several times."""
+        more = tuple([(t, times * each, width) for t, each, width in other.accesses])
+        return _Work(self.issued + times * other.issued, self.accesses + more)
+
+
 @dataclass(frozen=True)
 class _Threads:
     """Which points of a form a thread has, and what follows from that whichever steps it writes out."""
@@ -159,6 +176,13 @@ class _Threads:
     vector: int
     points: tuple[tuple[Any, int], ...]
     gpu: Gpu
+    before: float = 0.0
+    copies: tuple[l.Kernel, ...] = ()
+
+    def ways(self) -> Iterator[_Way]:
+        """Those in which not too many steps are written out."""
+        every = (_Way(self, serial) for serial in self.form.serial)
+        yield from (way for way in every if way.written <= CODE)
 
     @derived
     def sizes(self) -> dict[Any, int]:
@@ -203,6 +227,22 @@ class _Threads:
             total *= -(-a.extent // (self.sizes.get(a, 1) * lanes * warps)) * lanes * warps
         return total
 
+    def busy(self, cycles: float) -> float:
+        """Nanoseconds that all warps take, each so many cycles of a scheduler."""
+        warps = self.count / WARP
+        rate = self.gpu.fma / 2 / WARP  # warps' instructions in a nanosecond
+        waits = max(1.0, self.gpu.processors * BUSY / warps)  # there are too few warps to hide them
+        return warps * cycles / rate * waits
+
+    def taking(self, busy: float) -> float:
+        """Nanoseconds of a kernel that is so long busy, and of what comes before it."""
+        return max(busy, self.form.bytes / self.gpu.memory) + self.gpu.launch + self.before
+
+    @derived
+    def least(self) -> float:
+        """Nanoseconds that a kernel takes at least, whichever steps are written out."""
+        return self.taking(self.busy(self.outside.issued))
+
     @derived
     def stored(self) -> float:
         """Nanoseconds in which the cache takes what lanes store to sectors that no others of their warp store to."""
@@ -227,9 +267,58 @@ class _Threads:
                 found = max(found, math.prod(each) * plane / self.gpu.shared)
         return found
 
+    @derived
+    def outside(self) -> _Work:
+        """What a thread does beside its loops over steps, and what it adds up in all of these."""
+        done = _Work(float(OVERHEAD))
+        for s in self.form.loops:
+            steps = self.each * math.prod([a.extent for a in s.axes])
+            sums = (x.into.monoid.width for x in s.body if isinstance(x, n.Accumulate))
+            done = done.and_(_Work(sum(steps * (1 if width == 1 else 4) for width in sums)))
+        for t, count in self.form.executed[None]:
+            done = done.and_(self.term(t, 1, self.sizes), count)
+        return done
+
+    def term(self, t: Any, serial: int, sizes: Mapping[Any, int]) -> _Work:
+        """What a thread does for a term in so many steps, with so many points and unrolled steps along axes."""
+        if isinstance(t, l.Apply):
+            return _Work(serial * self.values(t, sizes)[0] * (1 if is_cast(t.fn) else t.fn.cost))
+        if not isinstance(t, _ACCESSES):
+            return _Work()
+        count, width = (self.each, self.width(t)) if isinstance(t, l.Store) else self.values(t, sizes)
+        guard = GUARD + (width // 2 if width > 1 else 0) if getattr(t, "inside", ()) else 1
+        guard += MASKED if any(a in t.free and a.extent % size for a, size in self.points) else 0
+        times = serial * count / width
+        return _Work(times * (1 + guard), ((t, times, width),))
+
+    def values(self, term: Any, sizes: Mapping[Any, int]) -> tuple[int, int]:
+        """How many values a term has in a thread, for one step of the serial loops, and how many of them it loads at
+        once. That is asked once of all ways that have as many along the axes that the term knows.
+        """
+        known = tuple([(a, size) for a, size in sizes.items() if a in term.free])
+        asked = term, self.lane, self.vector, known
+        if (found := self.form.asked.get(asked)) is None:
+            width = self.loaded(term, sizes) if isinstance(term, l.Load) else 1
+            found = self.form.asked[asked] = places(directions(term), known), width
+        return found
+
     def width(self, x: Any) -> int:
         """How many values a thread loads or stores at once of those along the lanes' axis."""
         return self.vector if self.vector > 1 and at_once(x, self.lane, self.vector) else 1
+
+    def loaded(self, x: l.Load, sizes: Mapping[Any, int]) -> int:
+        """How many values a thread loads at once: those along the lanes' axis, or what it reads in steps that are
+        written out, as a pixel's channels.
+        """
+        if (found := self.width(x)) > 1:
+            return found
+        moved = {v: way for v, way in directions(x) if v in sizes and way}
+        for a, (number, _) in moved.items():
+            size = sizes[a]
+            alone = sum(other == number for other, _ in moved.values()) == 1
+            if a not in self.form.axes and alone and size & size - 1 == 0 and at_once(x, a, size):
+                return min(size, WIDEST // int(x.dtype.size))
+        return 1
 
 
 @dataclass(frozen=True)
@@ -238,8 +327,6 @@ class _Way:
 
     threads: _Threads
     serial: frozenset[Any]
-    before: float = 0.0
-    copies: tuple[l.Kernel, ...] = field(default=())
 
     @derived
     def form(self) -> Form:
@@ -258,112 +345,50 @@ class _Way:
         """Of sums and windows."""
         found = self.threads.each * sum(len(s.carried) for s in self.form.loops)
         most = 0
-        for s in self.form.loops:
+        for loads in self.form.loaded:
             total = 0
-            for x in s.body:
-                if isinstance(x, n.Let) and isinstance(x.term, l.Load):
-                    times, width = self.values(x.term)
-                    total += -(-times // max(1, 4 // x.term.dtype.size)) if width > 1 else times
+            for x in loads:
+                times, width = self.threads.values(x, self.sizes)
+                total += -(-times // max(1, 4 // x.dtype.size)) if width > 1 else times
             most = max(most, total)
         return found + most
 
     @property
     def written(self) -> int:
         """Steps that are written out."""
-        steps = (math.prod(int(a.extent) for a in s.axes if a not in self.serial) for s in self.form.loops)
+        steps = (math.prod([a.extent for a in s.axes if a not in self.serial]) for s in self.form.loops)
         return self.threads.each * max(steps)
 
-    def values(self, term: Any) -> tuple[int, int]:
-        """How many values a term has in a thread, for one step of the serial loops, and how many of them it loads at
-        once. That is asked once of all ways that have as many points and steps along the axes that the term knows.
-        """
-        known = tuple([(a, size) for a, size in self.sizes.items() if a in term.free])
-        asked = term, self.threads.lane, self.threads.vector, known
-        if (found := self.form.asked.get(asked)) is None:
-            found = self.form.asked[asked] = places(directions(term), known), self.width(term)
-        return found
-
-    def width(self, x: Any) -> int:
-        """How many values a thread loads or stores at once: those along the lanes' axis, or what it reads in steps that
-        are written out, as a pixel's channels.
-        """
-        if not isinstance(x, _ACCESSES):
-            return 1
-        if (found := self.threads.width(x)) > 1 or isinstance(x, l.Store):
-            return found
-        moved = {v: found for v, found in directions(x) if v in self.sizes and found}
-        for a, (number, _) in moved.items():
-            size = self.sizes[a]
-            alone = sum(other == number for other, _ in moved.values()) == 1
-            if a not in self.form.axes and alone and size & size - 1 == 0 and at_once(x, a, size):
-                return min(size, WIDEST // int(x.dtype.size))
-        return 1
-
     @derived
-    def executed(self) -> list[tuple[Any, float, int]]:
-        """Terms of a thread: how many times it loads, stores or computes each of a kind, and how many kinds are alike.
-        What it loads or stores it does in so wide ones.
-        """
-        found = []
-        for s, t, count in self.form.executed:
-            serial = math.prod([a.extent for a in s.axes if a in self.serial]) if s is not None else 1
-            if isinstance(t, _EXECUTED):
-                times, width = self.values(t) if not isinstance(t, l.Store) else (self.threads.each, self.width(t))
-                found.append((t, serial * times / width, count, width))
-        return found
-
-    @derived
-    def issued(self) -> float:
-        """Instructions of a thread."""
-        issued, sizes = float(OVERHEAD), self.threads.points
-        for t, times, count, width in self.executed:
-            if isinstance(t, l.Apply):
-                some = times * (1 if is_cast(t.fn) else t.fn.cost)
-            else:
-                guard = GUARD + (width // 2 if width > 1 else 0) if getattr(t, "inside", ()) else 1
-                guard += MASKED if any(a in t.free and a.extent % size for a, size in sizes) else 0
-                some = times * (1 + guard)
-            issued += count * some
+    def work(self) -> _Work:
+        """What a thread does."""
+        done = self.threads.outside
         for s in self.form.loops:
-            issued += 8 * math.prod(a.extent for a in s.axes if a in self.serial)
-            steps = self.threads.each * math.prod(a.extent for a in s.axes)
-            sums = (x.into.monoid.width for x in s.body if isinstance(x, n.Accumulate))
-            issued += sum(steps * (1 if width == 1 else 4) for width in sums)
-        return issued
+            serial = math.prod([a.extent for a in s.axes if a in self.serial])
+            for t, count in self.form.executed[s]:
+                done = done.and_(self.threads.term(t, serial, self.sizes), count)
+            done = done.and_(_Work(8 * serial))
+        return done
 
     @derived
     def lines(self) -> float:
         """Lines that its warp asks the cache for."""
-        lines, lanes = 0.0, self.threads.lanes
-        for t, times, count, width in self.executed:
-            if not isinstance(t, l.Apply):
-                lines += count * (times * lines_of(t, lanes, width))
-        return lines
+        return sum(times * lines_of(t, self.threads.lanes, width) for t, times, width in self.work.accesses)
 
     @derived
     def busy(self) -> float:
         """Nanoseconds for which instructions are issued, or lines fetched from caches."""
-        return self._busy(max(self.issued, ISSUES * self.lines)) * self.threads.crowd
-
-    def _busy(self, cycles: float) -> float:
-        """Nanoseconds that all warps take, each so many cycles of a scheduler."""
-        warps = self.threads.count / WARP
-        rate = self.threads.gpu.fma / 2 / WARP  # warps' instructions in a nanosecond
-        waits = max(1.0, self.threads.gpu.processors * BUSY / warps)  # there are too few warps to hide them
-        return warps * cycles / rate * waits
+        return self.threads.busy(max(self.work.issued, ISSUES * self.lines)) * self.threads.crowd
 
     @property
     def least(self) -> float:
         """Nanoseconds that it takes at least, which are found sooner: `lines` are left out."""
-        return self._taking(self._busy(self.issued))
+        return self.threads.taking(self.threads.busy(self.work.issued))
 
     @derived
     def time(self) -> float:
         """Nanoseconds of the kernel, and of what comes before it."""
-        return self._taking(max(self.busy, self.threads.stored))
-
-    def _taking(self, busy: float) -> float:
-        return max(busy, self.form.bytes / self.threads.gpu.memory) + self.threads.gpu.launch + self.before
+        return self.threads.taking(max(self.busy, self.threads.stored))
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -391,7 +416,7 @@ class _Way:
         told = " x ".join(f"{p} ({axis_name(a)})" for a, p in together if p > 1)
         schedule = Schedule(self.form.kernel.name, self.threads.gpu.arch, tuple(lines), (), (), sites)
         why = f"a thread computes {told} points of a window" if told else "a thread computes the window of a point"
-        return Window(self.form.kernel, schedule, self.time, why, self.copies)
+        return Window(self.form.kernel, schedule, self.time, why, self.threads.copies)
 
     def steps(self, axis: Any) -> tuple[Factor, ...]:
         """How a thread takes the steps along an axis; of sums over pairs some at a time, which are added up apart."""
@@ -401,25 +426,13 @@ class _Way:
         return tuple(Factor("time", k) for k in (axis.extent // some, some) if k > 1 or some == 1)
 
 
-def _ways(
-    form: Form, gpu: Gpu, lanes: tuple[Any, ...] | None = None, before: float = 0.0, copies: tuple[l.Kernel, ...] = ()
-) -> Iterator[_Way]:
-    """Those whose sums and windows fit into registers, with lanes along all axes that have any, or these."""
-    steps = sorted((a for s in form.loops for a in s.axes), key=lambda a: -a.extent)
-    if len(steps) <= FEW_LOOPS:
-        subsets = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
-    else:  # the longest are serial first
-        subsets = [frozenset(steps[:k]) for k in range(len(steps) + 1)]
-    if form.summed:
-        subsets = [x for x in subsets if all(a in x or a.extent <= SHORT for a in steps)]
+def _threads(form: Form, gpu: Gpu) -> Iterator[_Threads]:
+    """Those that have some points together."""
     smallest = min(x.buffer.type.dtype.size for x in form.accesses)
-    for lane in form.lanes if lanes is None else lanes:
+    for lane in form.lanes:
         for vector in (1, 2, 4, 8):
             if lane.extent % vector or vector * smallest > WIDEST:
                 continue
             others: list[tuple[tuple[Any, int], ...]] = [()]
             others += [((a, p),) for a in form.axes for p in POINTS if a is not lane and p <= a.extent]
-            for points in others:
-                threads = _Threads(form, lane, vector, points, gpu)
-                every = (_Way(threads, serial, before, copies) for serial in subsets)
-                yield from (w for w in every if w.written <= CODE and w.registers <= REGISTERS)
+            yield from (_Threads(form, lane, vector, points, gpu) for points in others)
