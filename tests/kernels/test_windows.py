@@ -544,7 +544,7 @@ def test_many_short_sums_have_few_ways() -> None:
     (kernel,) = program.steps
     form = form_of(kernel)
     assert form is not None and len(form.loops) == 12
-    assert len({w.serial for w in windows._ways(form, gpu("sm_90a"))}) <= 13
+    assert len(form.serial) <= 13
 
 
 def test_a_product_is_priced_as_the_window_that_it_is() -> None:
@@ -555,3 +555,20 @@ def test_a_product_is_priced_as_the_window_that_it_is() -> None:
     kernel = found.at("tile").loop.steps[-1]
     way = windows.window(kernel, gpu("sm_90a"))
     assert way is not None and estimate(kernel, gpu("sm_90a")).time == way.time < 100e3
+
+
+@pytest.mark.parametrize("size", [7, 56])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_fastest_way_is_found_among_few(size: int, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first of the fastest of all ways, of which most are never counted to the end."""
+    fn, args = depthwise_of(16, 96, size, size, taps=3, last=last)
+    form = form_of(lowering_of(fn, args, libraries="never").at("loop").steps[-1])
+    assert form is not None
+    found = [*windows._threads(form, gpu("sm_90a"))]
+    asked: list[Any] = []
+    monkeypatch.setattr(windows, "lines_of", lambda *x: asked.append(x) or lines_of(*x))
+    best = windows._best(found)
+    few = len(asked)
+    every = ((w.time, w.busy, n) for n, x in enumerate(found) for w in x.ways() if w.registers <= windows.REGISTERS)
+    assert best is not None and (best.time, best.busy, found.index(best.threads)) == min(every)
+    assert few < len(asked) / 3

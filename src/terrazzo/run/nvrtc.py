@@ -28,7 +28,7 @@ from terrazzo.run.processors import processors
 T = TypeVar("T")
 
 _FLAGS = ("--std=c++17", "-default-device", "--minimal")
-"""Without textures, surfaces and functions of the CUDA runtime, which no kernel has, what NVRTC reads before each source
+"""Without textures, surfaces and functions of the CUDA runtime, which no kernel has, what NVRTC reads before a source
 is shorter: 22 ms of processor time for an empty kernel, and 28 with them. The cubins are the same.
 """
 

@@ -19,7 +19,7 @@ from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import bounds
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import derived, substitute
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, product
 from terrazzo.rules import access
@@ -78,12 +78,12 @@ class Moved:
         """Of the sum."""
         return self.whole.names[0]
 
-    @property
+    @derived
     def image(self) -> l.Load:
         """The first of the images: where all of them are read."""
         return self.images[0]
 
-    @property
+    @derived
     def beside(self) -> bool:
         """Whether results lie side by side along the columns."""
         return all(_along(s, self.columns) for s in self.kernel.stores)
@@ -100,11 +100,11 @@ class Moved:
         known = gathers(self.whole) and (self.beside or (size == WORD and row * size >= SECTOR and self._in_runs))
         return row * size if known and all(_is_box(s, tuple(sides.items())) for s in self.kernel.stores) else 0
 
-    @property
+    @derived
     def _in_runs(self) -> bool:
         return all(_along(s, self.rows[-1]) for s in self.kernel.stores)
 
-    @property
+    @derived
     def step(self) -> int:
         """Elements of `depth` in a step: 128 bytes, the widest swizzle, or as many as there are; and as many as are
         promoted together.
