@@ -356,7 +356,7 @@ class _Way:
     @property
     def written(self) -> int:
         """Steps that are written out."""
-        steps = (math.prod([a.extent for a in s.axes if a not in self.serial]) for s in self.form.loops)
+        steps = (math.prod([int(a.extent) for a in s.axes if a not in self.serial]) for s in self.form.loops)
         return self.threads.each * max(steps)
 
     @derived
