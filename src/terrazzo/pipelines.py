@@ -209,12 +209,12 @@ def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
     """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
     reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
     """
-    rates, gpu = target(options.target).rates, machine(options)
+    rates, by_model = target(options.target).rates, partial(expected, gpu=machine(options))
     combined = combine_sooner(p, log, rates)
     divided = divide(combined, log, rates)
     combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
-    made = remake(combined, log, rates)
-    return made if options.frozen else in_windows(made, log, partial(expected, gpu=gpu))
+    made = remake(combined, log, rates, by_model)
+    return made if options.frozen else in_windows(made, log, by_model)
 
 
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:
