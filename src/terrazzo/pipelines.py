@@ -186,7 +186,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
     placed = images_in_place(phases_apart(p, log, price), log, price)
     placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
-    softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes)
+    softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
