@@ -186,7 +186,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
 
     placed = images_in_place(phases_apart(p, log, price), log, price)
     placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
-    softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes)
+    softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
     made = products_again(softmaxes, log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
@@ -209,12 +209,12 @@ def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
     """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
     reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
     """
-    rates, gpu = target(options.target).rates, machine(options)
+    rates, by_model = target(options.target).rates, partial(expected, gpu=machine(options))
     combined = combine_sooner(p, log, rates)
     divided = divide(combined, log, rates)
     combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
-    made = remake(combined, log, rates)
-    return made if options.frozen else in_windows(made, log, partial(expected, gpu=gpu))
+    made = remake(combined, log, rates, by_model)
+    return made if options.frozen else in_windows(made, log, by_model)
 
 
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:

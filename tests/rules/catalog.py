@@ -191,7 +191,7 @@ CATALOG: dict[str, Rewrite] = {
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:divide": of(divided.divide, lambda p: divided.divide(p, Log(), replace(FREE, launch=0.0), 0)),
-    "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, 0)),
+    "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, lambda steps: 0.0, 0)),
     "remake:in_windows": of(
         in_windows.in_windows, lambda p: in_windows.in_windows(p, Log(), lambda steps: 1.0, lambda maker: True, 0)
     ),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 
 from terrazzo.errors import CompilerBug
+from terrazzo.hw.gpu import GPUS
+from terrazzo.ir.dialects.loop import Kernel
 from terrazzo.ir.text import parse
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.attention.online import online
 from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop_to_tile.chains.chains import refusal
+from terrazzo.rules.loop_to_tile.estimate import expected
 
 BESIDE = """@loop
 def f(x: bf16[128, 64], y: bf16[128, 64], v: bf16[128, 64]):
@@ -92,3 +100,71 @@ def test_steps_that_read_each_other_have_no_order() -> None:
     reads = type(out)("out", out.axes, (*around.stores[:1], *out.stores), "")  # it stores top, which values reads
     with pytest.raises(CompilerBug, match="out reads what is made of its own results"):
         in_order(program, [scores, weights, reads, values])
+
+
+FILTERS = """@loop
+def f(x: bf16[8192, 512], w: bf16[9, 512], v: bf16[8200, 64]):
+    with kernel('scores', scores=bf16[8192, 9]):
+        for a0 in free(8192):
+            for a1 in free(9):
+                for r0 in reduce(512):
+                    in0 = x[a0, r0]
+                    v0 = f32(in0)
+                    in1 = w[a1, r0]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = bf16(acc0)
+                scores[a0, a1] = v3
+    with kernel('weights', weights=bf16[8192, 9]):
+        for a0 in free(8192):
+            for r0 in reduce(9):
+                in0 = scores[a0, r0]
+                v0 = f32(in0)
+                acc0 <- max(v0)
+            for r0 in reduce(9):
+                in1 = scores[a0, r0]
+                v1 = f32(in1)
+                v2 = sub(v1, acc0)
+                v3 = exp(v2)
+                acc1 <- sum(v3)
+            for a1 in free(9):
+                in2 = scores[a0, a1]
+                v4 = f32(in2)
+                v5 = sub(v4, acc0)
+                v6 = exp(v5)
+                v7 = div(v6, acc1)
+                v8 = bf16(v7)
+                weights[a0, a1] = v8
+    with kernel('out', out=bf16[8192, 64]):
+        for a0 in free(8192):
+            for a1 in free(64):
+                for r0 in reduce(9):
+                    in0 = weights[a0, r0]
+                    v0 = f32(in0)
+                    in1 = v[a0 + r0, a1]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = bf16(acc0)
+                out[a0, a1] = v3
+    return (out,)
+"""
+"""Nine positions beside each other, in each place with weights of its own."""
+
+
+def test_few_scores_are_stored_where_one_kernel_takes_longer() -> None:
+    """A tile has sixteen rows, of which one is wanted."""
+    log, gpu = Log(), GPUS["sm_90a"]
+    asked = partial(online, parse(FILTERS), log, partial(refusal, gpu=gpu, lost=lambda kernel: ""))
+    assert len(asked().steps) == 1  # a chain can be built of it
+    assert [s.name for s in asked(price=partial(expected, gpu=gpu)).steps] == ["scores", "weights", "out"]
+    assert re.fullmatch(r"[\d.]+ us as one kernel, [\d.]+ us apart", log.events[-1].reason)
+
+
+def test_what_many_scores_take_is_not_asked() -> None:
+    def price(steps: Sequence[Kernel]) -> float:
+        raise AssertionError
+
+    text = FILTERS.replace("(9)", "(65)").replace("[9,", "[65,").replace(", 9]", ", 65]").replace("8200", "8256")
+    assert len(online(parse(text), Log(), lambda kernel: "", price=price).steps) == 1

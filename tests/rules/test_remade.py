@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from terrazzo.interp import loop as interpreter
+from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
@@ -65,7 +67,7 @@ def f(x: f32[64, {k}], w: f32[{k}, 64]):
 @pytest.mark.parametrize(("steps", "again"), [(2, True), (16, True), (17, False)])
 def test_products_of_few_steps_are_made_again(steps: int, again: bool) -> None:
     program = parse(PRODUCT.format(k=steps).strip())
-    found = remake(program, Log(), RATES, 0)
+    found = remake(program, Log(), RATES, lambda steps: 0.0, 0)
     assert not problem(found)
     assert any(s.name.startswith("y_again") for s in found.steps) == again
     before, after = (max(in_use(p.steps, p.results)) for p in (program, found))
@@ -74,3 +76,73 @@ def test_products_of_few_steps_are_made_again(steps: int, again: bool) -> None:
     inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in program.inputs}
     for one, other in zip(interpreter.run(program, inputs), interpreter.run(found, inputs), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+CHAINED = """
+@loop
+def f(x: f32[64, 64], w: bf16[4096, 64], v: bf16[4096, 64]):
+    with kernel('t', t=f32[64, 64]):
+        for a0 in free(64):
+            for a1 in free(64):
+                in0 = x[a0, a1]
+                v0 = exp(in0)
+                v1 = sin(v0)
+                t[a0, a1] = v1
+    with kernel('s', s=f32[64]):
+        for a0 in free(64):
+            for r0 in reduce(64):
+                in0 = t[a0, r0]
+                acc0 <- max(in0)
+            s[a0] = acc0
+    with kernel('y', y=f32[64, 64, 4]):
+        for a0 in free(64):
+            in0 = s[a0]
+            for a1 in free(64):
+                for r0 in reduce(4096):
+                    in1 = v[r0, a1]
+                    v0 = f32(in1)
+                    for r1 in reduce(64):
+                        in2 = w[a0, r1]
+                        v1 = f32(in2)
+                        in3 = w[r0, r1]
+                        v2 = f32(in3)
+                        v3 = mul(v1, v2)
+                        acc1 <- sum(v3)
+                    v4 = bf16(acc1)
+                    v5 = f32(v4)
+                    v6 = mul(v5, v0)
+                    acc0 <- sum(v6)
+                v7 = add(acc0, in0)
+                for a2 in free(4):
+                    y[a0, a1, a2] = v7
+    with kernel('m', m=f32[64]):
+        for a0 in free(64):
+            for r0, r1 in reduce(64, 4):
+                in0 = y[a0, r0, r1]
+                acc0 <- max(in0)
+            m[a0] = acc0
+    with kernel('u', u=f32[64]):
+        for a0 in free(64):
+            in0 = m[a0]
+            for r0 in reduce(64):
+                in1 = t[a0, r0]
+                acc0 <- max(in1)
+            v0 = add(in0, acc0)
+            u[a0] = v0
+    return (u,)
+"""
+
+
+@pytest.mark.parametrize(("nanoseconds", "again"), [(1.0, False), (1e9, True)])
+def test_products_of_products_take_what_is_expected_of_them(nanoseconds: float, again: bool) -> None:
+    """By the rates they take so long that whatever is made again is no part of it."""
+    program = parse(CHAINED.strip())
+    asked: list[str] = []
+
+    def expected(steps: Sequence[l.Kernel | l.Call]) -> float:
+        asked.extend(s.name for s in steps)
+        return nanoseconds
+
+    found = remake(program, Log(), RATES, expected, 0)
+    assert set(asked) == {"y"}
+    assert (found.steps != program.steps) == again

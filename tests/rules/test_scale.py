@@ -8,7 +8,9 @@ import pytest
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse, show
+from terrazzo.rules.loop.cost import on_matrix
 from terrazzo.rules.loop.fusion.scale import scale_after
+from terrazzo.targets import target
 
 TEXT = """@loop
 def f(x: f32[3, 5], y: f32[5, 4]):
@@ -105,4 +107,48 @@ def test_a_factor_that_no_step_moves_leaves_a_sum_that_is_shared() -> None:
 def test_what_is_not_shared_stays(old: str, new: str) -> None:
     assert old in SHARED
     before, after = scaled(SHARED.replace(old, new))
+    assert after == before
+
+
+ROUNDED = """@loop
+def f(x: bf16[3, 5], y: bf16[5, 4]):
+    with kernel('z', z=f32[3, 4]):
+        for a0 in free(3):
+            for a1 in free(4):
+                for r0 in reduce(5):
+                    in0 = x[a0, r0]
+                    v0 = f32(in0)
+                    v1 = mul(v0, f32(0.375))
+                    v2 = bf16(v1)
+                    v3 = f32(v2)
+                    in1 = y[r0, a1]
+                    v4 = f32(in1)
+                    v5 = mul(v3, v4)
+                    acc0 <- sum(v5)
+                z[a0, a1] = acc0
+    return (z,)
+"""
+
+
+def test_what_is_scaled_and_rounded_again_is_multiplied_as_it_was() -> None:
+    _, after = scaled(ROUNDED)
+    text = show(after)
+    assert text.index("acc0 <- sum") < text.index("f32(0.375)")
+    assert "bf16(v" not in text
+    (kernel,) = after.steps
+    assert isinstance(kernel, l.Kernel)
+    (product,) = kernel.carried
+    assert on_matrix(product, target("sm_90a").rates)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x: bf16", "x: f32"),  # rounded for the first time
+        ("mul(v0, f32(0.375))", "add(v0, f32(0.375))"),
+    ],
+)
+def test_what_is_rounded_otherwise_stays(old: str, new: str) -> None:
+    assert old in ROUNDED
+    before, after = scaled(ROUNDED.replace(old, new))
     assert after == before

@@ -20,7 +20,7 @@ from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
-from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
+from terrazzo.rules.loop_to_tile.chains.chain import Chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.image_forms import boxed
@@ -72,11 +72,12 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         plans += boxes.plans(image, gpu)
     plans += reduced.plans(kernel, gpu)[:1]
     plan = min(plans, key=lambda x: x.time, default=None)
-    both = chain(kernel) if p is None else None
+    both = chains.formed(kernel) if p is None else None
     found = windows.window(kernel, gpu) if multiplied_by_threads(kernel) or (p is None and plan is None) else None
     if found is not None and plan is not None and found.time < plan.time:
         plan = None
     if both is not None and (rate := chains.rate(both, gpu)):
+        kernel = both.kernel
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent * both.times
         points = int(points * _visited(kernel, both))
         deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent

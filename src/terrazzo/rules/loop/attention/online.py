@@ -36,7 +36,7 @@ from terrazzo.rules.loop.attention.weights import apart as taken_off
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.folding.fold import folded, negated
 from terrazzo.rules.loop.fusion.inline import axes_at, inline, unproved
-from terrazzo.rules.loop.judging import Refusal
+from terrazzo.rules.loop.judging import Price, Refusal, dearer
 from terrazzo.rules.loop.layout.lookups import operands_stored
 
 PASS = "online"
@@ -47,9 +47,16 @@ LOWEST = {-float(np.finfo(np.float32).max), -float(np.finfo(np.float16).max), -f
 """The lowest numbers of f32, f16 and bf16."""
 
 
-def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...] = (2,)) -> l.Program:
+def online(
+    program: l.Program,
+    log: Log,
+    refusal: Refusal,
+    sizes: tuple[int, ...] = (2,),
+    price: Price = lambda steps: 0.0,
+) -> l.Program:
     """`program` with scores, softmax and the product with values in one kernel, where nobody else reads what lies
-    between them and `refusal` has nothing against it. Values and results have so many bytes.
+    between them, and `refusal` has nothing against it, nor, of few scores, the `price`. Values and results have so
+    many bytes.
     """
     program = _values_stored(program, log)
     steps = ChainSteps(program)
@@ -70,7 +77,8 @@ def online(program: l.Program, log: Log, refusal: Refusal, sizes: tuple[int, ...
                 Event(PASS, "softmax_into_product", last.name, False, "what lies between the products is no softmax")
             )
             continue
-        if why := steps.around(found[0], last) or unproved([made]) or refusal(made):
+        dear = partial(dearer, made, (*found[::-1], last), price)
+        if why := steps.around(found[0], last) or unproved([made]) or refusal(made) or dear():
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
         steps.replace(found, last, made)

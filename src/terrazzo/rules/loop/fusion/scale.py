@@ -1,7 +1,8 @@
 """Constant factors leave a contraction: sum(c x y) is c sum(x y).
 
 Attention scales its queries and keys before it multiplies them. Taken out, the constant is applied once to each result
-and not to each product, the operands are plain loads, which copies can bring in, and nobody stores scaled ones.
+and not to each product, the operands are plain loads, which copies can bring in, and nobody stores scaled ones. Where
+scaled ones would be rounded to the type that they had before, they are not: the sum is the more exact for it.
 
 So does a factor that no step moves, where it alone knows some axis of what is summed: what is left is the same sum for
 all along that axis. That is the gradient of a product whose columns were added up, or their mean taken.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import transformed
@@ -78,7 +79,14 @@ def _shared(node: l.Reduce) -> Any:
 
 
 def _apart(x: Any) -> tuple[Any, float]:
-    """A factor without the constants it is multiplied by, and their product."""
+    """A factor without the constants it is multiplied by, and their product; and without what rounds it then, where it
+    was of that type before.
+    """
+    rounded = operand(x)
+    if rounded is not x and isinstance(rounded, l.Apply) and is_cast(rounded.fn) and rounded.dtype.is_float:
+        rest, c = _apart(rounded.args[0])
+        if rest is not rounded.args[0] and isinstance(y := operand(rest), l.Load) and y.dtype == rounded.dtype:
+            return rest, c
     if isinstance(x, l.Apply) and x.fn.name == "mul" and x.dtype.is_float:
         for one, other in (x.args, x.args[::-1]):
             if isinstance(other, l.Literal):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.rewrite.rule import Event, Log
@@ -51,9 +52,15 @@ class _Way:
     price: float
 
 
-def remake(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.Program:
+def remake(
+    program: l.Program,
+    log: Log,
+    rates: Rates,
+    expected: Callable[[Sequence[l.Kernel | l.Call]], float],
+    worth: int = WORTH,
+) -> l.Program:
     """`program` with kernels that run again where their results are needed late, as long as the part of memory that
-    this saves is several times the part of the time that it takes.
+    this saves is several times the part of the time that it takes. What products of products take is `expected`.
 
     @loop
     def f(x: f32[8, 16]):
@@ -133,7 +140,7 @@ def remake(program: l.Program, log: Log, rates: Rates, worth: int = WORTH) -> l.
         return (out,)
     """
     program = in_order(store_sooner(program, log, rates, max(worth, 1), PASS), log, PASS)
-    work = _Remake(rates)
+    work = _Remake(rates, expected)
     best, least, idle = program, (sys.maxsize, 0), 0
     for _ in range(ROUNDS):
         used = in_use(program.steps, program.results)
@@ -212,15 +219,19 @@ def storing(kernel: l.Kernel, stores: Sequence[l.Store], name: str = "") -> l.Ke
 class _Remake:
     """What may be made again; what was worked out once is kept, since programs change little from round to round."""
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, rates: Rates, expected: Callable[[Sequence[l.Kernel | l.Call]], float]) -> None:
+        self.rates, self.expected = rates, expected
         self.prices: dict[Any, float] = {}
         self.inlined: dict[Any, tuple[l.Kernel, ...]] = {}
 
     def price(self, step: l.Kernel | l.Call) -> float:
-        """Nanoseconds, by the model; nothing for calls of PyTorch."""
+        """Nanoseconds, by the model; nothing for calls of PyTorch. By the rates attention takes a second, since they
+        have products of products taken step by step: all else would be no part of the time of a program with it.
+        """
         if step not in self.prices:
-            self.prices[step] = cost(step, self.rates) if isinstance(step, l.Kernel) else 0.0
+            chained = isinstance(step, l.Kernel) and any(map(_of_product, step.carried))
+            known = cost(step, self.rates) if isinstance(step, l.Kernel) and not chained else 0.0
+            self.prices[step] = self.expected([step]) if chained else known
         return self.prices[step]
 
     def ways(self, program: l.Program, at: int) -> list[_Way]:
@@ -266,6 +277,11 @@ def _short(kernel: l.Kernel) -> bool:
     """Whether a kernel sums products of so few steps that it is as fast as memory all the same."""
     steps = [math.prod(a.extent for a in r.axes) for r in kernel.carried if isinstance(r, l.Reduce)]
     return not kernel.scans and all(isinstance(n, int) and n <= SHORT for n in steps)
+
+
+def _of_product(r: Any) -> bool:
+    """Whether a reduction is a product that holds others."""
+    return isinstance(r, l.Reduce) and nested_contraction(r) is not None and contraction(r) is None
 
 
 def _pointwise(kernel: l.Kernel, buffer: l.Buffer) -> bool:
