@@ -62,7 +62,9 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not is_priced(node) or (not _in_16_bits(node) and any(map(_widened, node.children))):
+        if not is_priced(node):
+            return None
+        if not _in_16_bits(node) and FAMILIES[node.name][0] not in WRITES and any(map(_widened, node.children)):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -295,6 +297,8 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
+    if family == "index put" and True in op.args[3:4]:
+        return "index put added", operations
     if operations is _rows:
         x, dim = op.args[0].type, op.args[1]
         if x.rank == 0 or x.numel == x.shape[dim]:
@@ -447,7 +451,7 @@ def _on_a_processor(op: Aten) -> bool:
     if family in ("pooling", "sampling"):
         ours = family == "sampling" and op.args[2] == CUBIC
         return not ours and operations(op.args, _result(op), 1) >= POINTS
-    if family in ("scatter", "scatter with", "index add", "index put"):
+    if family in WRITES:
         return compares_many(op)
     if family not in ("product", "convolution") or op.name == BACKWARD:
         return op.name == BACKWARD
@@ -466,12 +470,14 @@ WORK = 2e6
 """Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
 WORK_IN_BFLOAT16 = 1e7
 """The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
-ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"), ("index put", "f32"))
+ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
 """Families that are called on processors only, with their types."""
 POINTS, CUBIC = 20_000, 2
 """Points from which on an image is sampled, or gets its gradient, by a call; and a way that is ours."""
 PLACES, CHANNELS = 256, 64
 """Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
+WRITES = ("scatter", "scatter with", "index add", "index put", "embedding gradient")
+"""Families that write where data says."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.mm.default": ("product", _product),
     "aten.addmm.default": ("product", _product),
@@ -487,7 +493,10 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.scatter_add.default": ("scatter", _written),
     "aten.scatter_reduce.two": ("scatter with", _written),
     "aten.index_add.default": ("index add", _added),
-    "aten.index_put.default": ("index put", _passes),
+    **{
+        f"aten.{name}.default": ("index put", _passes) for name in ("index_put", "_unsafe_index_put", "_index_put_impl")
+    },
+    "aten.embedding_dense_backward.default": ("embedding gradient", _passes),
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
     "aten.grid_sampler_2d.default": ("sampling", _passes),
