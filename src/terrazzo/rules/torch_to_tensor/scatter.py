@@ -36,7 +36,9 @@ REDUCTIONS = {
 }  # fmt: skip
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
-
+PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
+WRITES = ("scatter", "scatter with", "index add", "index put", "embedding gradient")
+"""What libraries have for ops that write where data says."""
 ON_A_PROCESSOR = 1 << 15, 2
 """Comparisons, in all and for an element, that take as long on a processor as a call of PyTorch."""
 
