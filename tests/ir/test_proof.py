@@ -148,3 +148,11 @@ def test_a_guard_over_pieces_bounds_a_quotient_in_each_of_them() -> None:
     assert not holds(18814 - place, inside)
     odd = r // 8 * 12 + head + s * 1715
     assert not holds(18804 - odd, [12543 - r - s * 1143])
+
+
+def test_a_guard_on_a_quotient_bounds_finer_ones() -> None:
+    """Heads of 8 in images of 16, of which three are stacked: the first of these has rows 0 to 127."""
+    stacked, token = Var("stacked", 384), Var("token", 3137)
+    row, first = stacked // 8 * 3137 + token, [-1 * (stacked // 128)]
+    assert holds(50191 - row, first) and not holds(50191 - row)
+    assert not holds(50190 - row, first)

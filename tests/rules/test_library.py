@@ -539,3 +539,16 @@ def test_what_is_written_where_data_says_is_a_call_where_many_indices_are_compar
     assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.index_put.default"] * called
     masked = lambda x, chosen: x.index_put((chosen,), x.new_zeros(()))  # noqa: E731
     assert not terrazzo.compile(masked, x, x > 0, options={"cache_dir": cache}).compiled.fallbacks
+
+
+@pytest.mark.parametrize(("rows", "heads", "pairs", "called"), [(169, 3, 2401, False), (732, 12, 38809, True)])
+def test_gradients_of_small_tables_are_ours_on_a_gpu(rows: int, heads: int, pairs: int, called: bool) -> None:
+    """Such as of biases by relative position: PyTorch would sort the places first."""
+    given = torch.zeros(rows, heads).bfloat16(), torch.zeros(pairs, dtype=torch.int64)
+    added = lambda x, i: x.index_put((i,), x.new_ones(len(i), heads), accumulate=True)  # noqa: E731
+    widened = lambda x, i: x.float().index_put((i,), x.new_ones(len(i), heads).float(), accumulate=True)  # noqa: E731
+    summed = lambda x, i: torch.ops.aten.embedding_dense_backward(x[:1].expand(len(i), heads), i, rows, -1, False)  # noqa: E731
+    for fn, name in ((added, "index_put"), (widened, "index_put"), (summed, "embedding_dense_backward")):
+        assert calls(fn, *given) == [f"aten.{name}.default"] * called
+        if not called:
+            assert calls(fn, *given, target="cpu") == [f"aten.{name}.default"]

@@ -119,6 +119,13 @@ REACH: dict[tuple[str, str], Reach] = {
         "f32", 0.95e-3, 0.30, 3000, 1,
         "193 us for 32768 rows of 512, 241 for 65536 to few, 443 for the 5120 columns of 5120 x 5120",
     ),
+    ("index put", "any"): Reach("f32", 1.0, 0.60, 5000, 1, "not measured: a copy, and a kernel that writes"),
+    ("index put added", "any"): Reach(
+        "f32", 1.0, 0.20, 20000, 1, "not measured: at least eight kernels, which sort the places first"
+    ),
+    ("embedding gradient", "any"): Reach(
+        "f32", 1.0, 0.20, 10000, 1, "not measured: zeros, and a kernel that adds, for more than 3072 rows sorted first"
+    ),
     ("cat", "any"): Reach(
         "f32", 1.0, 0.80, 3000, 1, "54.6 us for 24 tensors of 8192 x 128, 36.4 for 16 of 1024 x 1024, 22.1 in 16 bits"
     ),

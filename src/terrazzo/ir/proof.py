@@ -57,7 +57,7 @@ def _follows(e: IntExpr, given: Sequence[IntExpr]) -> bool:
     """
     whole = [g for g in (_tight(_undivided(g)) for g in given) if isinstance(g, Expr)]
     named = [g for g in map(_tight, given) if isinstance(g, Expr) and g not in whole]
-    more = [*whole, *named, *_quotients(e, given), *_lowered(e, whole)]
+    more = [*whole, *named, *_quotients(e, [*dict.fromkeys((*given, *whole))]), *_lowered(e, whole)]
     return bool(whole) and (_combined(_tight(_undivided(e)), more, GUARDS) or _tried(e, whole))
 
 
@@ -156,7 +156,7 @@ def _place(x: Any, v: Any) -> int:
 
 def _quotients(e: IntExpr, given: Sequence[IntExpr]) -> list[IntExpr]:
     """What is >= 0 because of what guards say of the numerators in `e`: a // 8 <= 3 where a + b <= 31, and a // 8 <= 3
-    - 2 * b where a + 16 * b <= 31.
+    - 2 * b where a + 16 * b <= 31. Guards that are quotients themselves bound finer ones as what they say undivided.
     """
     found: list[IntExpr] = []
     for q in topological([e]) if isinstance(e, Expr) else ():

@@ -18,7 +18,7 @@ from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, bf16, dense, f32, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import compares_many
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES, compares_many
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -62,7 +62,7 @@ class Libraries:
 
     def _choice(self, node: Aten, read: bool, gpu: Gpu) -> Choice | None:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
-        if not is_priced(node) or (not _in_16_bits(node) and any(map(_widened, node.children))):
+        if not is_priced(node) or (not _asked_always(node) and any(map(_widened, node.children))):
             return None
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
@@ -195,9 +195,9 @@ KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack
 """Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
 
-def _in_16_bits(op: Aten) -> bool:
-    """Whether an op is a convolution in 16 bits, or a gradient of one, whatever its images were made of."""
-    return is_convolution(op) and _result(op).dtype.size == 2
+def _asked_always(op: Aten) -> bool:
+    """Whether an op is a convolution in 16 bits, or a gradient of one, or writes, whatever its inputs were made of."""
+    return FAMILIES[op.name][0] in WRITES or (is_convolution(op) and _result(op).dtype.size == 2)
 
 
 def _widened(node: Node) -> bool:
@@ -295,6 +295,7 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
         last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
+    family += " added" if family == "index put" and True in op.args[3:4] else ""
     if operations is _rows:
         x, dim = op.args[0].type, op.args[1]
         if x.rank == 0 or x.numel == x.shape[dim]:
@@ -447,7 +448,7 @@ def _on_a_processor(op: Aten) -> bool:
     if family in ("pooling", "sampling"):
         ours = family == "sampling" and op.args[2] == CUBIC
         return not ours and operations(op.args, _result(op), 1) >= POINTS
-    if family in ("scatter", "scatter with", "index add", "index put"):
+    if family in WRITES:
         return compares_many(op)
     if family not in ("product", "convolution") or op.name == BACKWARD:
         return op.name == BACKWARD
@@ -466,7 +467,7 @@ WORK = 2e6
 """Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
 WORK_IN_BFLOAT16 = 1e7
 """The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
-ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"), ("index put", "f32"))
+ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
 """Families that are called on processors only, with their types."""
 POINTS, CUBIC = 20_000, 2
 """Points from which on an image is sampled, or gets its gradient, by a call; and a way that is ours."""
@@ -487,13 +488,13 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.scatter_add.default": ("scatter", _written),
     "aten.scatter_reduce.two": ("scatter with", _written),
     "aten.index_add.default": ("index add", _added),
-    "aten.index_put.default": ("index put", _passes),
+    **dict.fromkeys(PUTS, ("index put", _passes)),
+    "aten.embedding_dense_backward.default": ("embedding gradient", _passes),
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
     "aten.grid_sampler_2d.default": ("sampling", _passes),
     "aten.masked_scatter.default": ("masked scatter", _passes),
     **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
-    "aten.max_pool2d_with_indices_backward.default": ("pooling", _passes),
-    "aten.max_pool3d_with_indices_backward.default": ("pooling", _passes),
+    **{f"aten.max_pool{n}d_with_indices_backward.default": ("pooling", _passes) for n in (2, 3)},
 }
 """The family of an op, and how many operations its library computes, given its arguments, result and tile."""

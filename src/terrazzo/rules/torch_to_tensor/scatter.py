@@ -26,6 +26,8 @@ FEW = 16
 """So many comparisons for each element of the result cost less than a call of PyTorch."""
 SMALL = 1 << 16
 """And so many in all."""
+PRICED = 1 << 25
+"""So many where a GPU's price of them is compared with that of PyTorch's kernels, and a processor counts them."""
 
 REDUCTIONS = {
     "sum": ("sum", "add"), "add": ("sum", "add"), "mean": ("sum", "add"),
@@ -34,14 +36,16 @@ REDUCTIONS = {
 }  # fmt: skip
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
-
+PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
+WRITES = ("scatter", "scatter with", "index add", "index put", "embedding gradient")
+"""What libraries have for ops that write where data says."""
 ON_A_PROCESSOR = 1 << 15, 2
 """Comparisons, in all and for an element, that take as long on a processor as a call of PyTorch."""
 
 
 def compares_many(op: Aten) -> bool:
-    """Whether a scatter, index_add or index_put of Torch IR compares so many indices that a processor is through with
-    PyTorch's loop over the sources sooner.
+    """Whether a scatter, index_add or index_put of Torch IR, or the gradient of an embedding, compares so many indices
+    that a processor is through with PyTorch's loop over the sources sooner.
     """
     x, shape = op.args[0].type, op.args[0].type.static_shape
     if "index_put" in op.name:
@@ -50,14 +54,17 @@ def compares_many(op: Aten) -> bool:
             return False
         count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
         places = math.prod(shape if True in op.args[3:4] else [shape[d] for d in used])
+    elif "embedding" in op.name:
+        count, shape = op.args[1].type.numel, (op.args[2], *x.shape[op.args[1].type.rank :])
+        places = math.prod(shape)
     else:
         index = op.args[2].type.static_shape or (1,)
         count, places = index[normalize(op.args[1], len(index))] if x.rank else 1, math.prod(shape)
     return bool(places * count > max(ON_A_PROCESSOR[0], ON_A_PROCESSOR[1] * math.prod(shape)))
 
 
-def _affordable(comparisons: int, elements: int) -> None:
-    need(comparisons <= max(SMALL, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
+def _affordable(comparisons: int, elements: int, most: int = SMALL) -> None:
+    need(comparisons <= max(most, FEW * elements), f"it takes {comparisons} comparisons to write {elements} elements")
 
 
 def _points(index: Any, place: IntExpr, extent: Any) -> Any:
@@ -198,8 +205,10 @@ def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
     return tuple(next((e for e in extents if e != 1), 1) for extents in zip(*padded, strict=True))
 
 
-def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end: bool = True) -> Any:
-    """x with x[indices] set to `values`, the last of several winning, or with `values` added."""
+def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end: bool = True, most: int = SMALL) -> Any:
+    """x with x[indices] set to `values`, the last of several winning, or with `values` added. `most` comparisons are
+    worth adding.
+    """
     shape = x.type.shape
     used = [d for d, i in enumerate(indices) if i is not None]
     given, extents = [indices[d] for d in used], [shape[d] for d in used]
@@ -218,7 +227,7 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end:
         return [*rest[:first], *unflatten(k, shared), *rest[first:]]
 
     if accumulate:
-        _affordable(math.prod(shape) * count, math.prod(shape))
+        _affordable(math.prod(shape) * count, math.prod(shape), most)
         space = (*shape, count)
         here = t.coordinates(space)
         hit = _hits(given, extents, space, [here[d] for d in used], from_end)
@@ -237,7 +246,7 @@ def index_put(node: Aten, x: Any, indices: Sequence[Any], values: Any, accumulat
     need(values.type.dtype is x.type.dtype, "PyTorch refuses values of another type")
     masks = [i for i in indices if i is not None and not i.type.dtype.is_integer]
     if not masks:
-        return put(x, indices, values, accumulate)
+        return put(x, indices, values, accumulate, most=PRICED)
     need(len(masks) == sum(i is not None for i in indices) == 1 and masks[0].type.dtype is bool_, "several masks")
     need(values.type.numel == 1, "a mask selects a number of places that depends on the data")
     shape, first = x.type.shape, next(d for d, i in enumerate(indices) if i is not None)
@@ -260,7 +269,7 @@ def embedding_dense_backward(node: Aten, grad: Any, index: Any, rows: int, paddi
         kept = t.index_map(t.apply("ne", index, c(padding, index)), shape, t.coordinates(shape)[:rank])
         grad = t.where(kept, grad, c(0, grad))
     width = grad.type.shape[index.type.rank :]
-    return put(t.literal(0 if dtype.is_integer else 0.0, dtype, (rows, *width)), [index], grad, True)
+    return put(t.literal(0 if dtype.is_integer else 0.0, dtype, (rows, *width)), [index], grad, True, most=PRICED)
 
 
 @aten("index_add.default")
@@ -276,7 +285,7 @@ def index_add(node: Aten, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     index = t.reshape(index, index.type.shape or (1,))
     if not x.type.rank:
         return t.reshape(put(t.reshape(x, (1,)), [index], t.reshape(source, (1,)), True, False), ())
-    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True, False)
+    return put(x, [*(None,) * normalize(dim, x.type.rank), index], source, True, False, PRICED)
 
 
 @aten("index_copy.default")
