@@ -1,6 +1,4 @@
-"""Every pipeline, in order, on one screen. The verifier runs after each pass, and kernels for a GPU are checked,
-always.
-"""
+"""Every pipeline, in order, on one screen. Each pass is verified, and kernels for a GPU are checked, always."""
 
 from __future__ import annotations
 
@@ -90,6 +88,7 @@ from terrazzo.rules.torch_to_tensor.in_tf32 import Rough
 from terrazzo.rules.torch_to_tensor.library import Libraries, is_convolution
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
+from terrazzo.rules.torch_to_tensor.on_a_processor import on_a_processor
 from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
 from terrazzo.rules.torch_to_tensor.placed import row_by_row
 from terrazzo.rules.torch_to_tensor.together import sums_together
@@ -332,7 +331,7 @@ def libraries(options: Options, rough: Rough) -> Libraries | None:
         return None
     in_tf32 = lambda op: any(rough(op)) if is_convolution(op) else options.fp32 in ("tf32", "bf16")  # noqa: E731
     ours = lambda op, enough: _alone(options.target, options.fp32, rough(op), op, enough)  # noqa: E731
-    return Libraries(target(options.target).gpu, ours, in_tf32, rough.layouts)
+    return Libraries(target(options.target).gpu, ours, in_tf32, on_a_processor, rough.layouts)
 
 
 @lru_cache(maxsize=4096)

@@ -106,7 +106,7 @@ def multiplies(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says whether the processor multiplies bfloat16: it does not, unless a test has it so."""
 
     def said(does: bool) -> None:
-        monkeypatch.setattr("terrazzo.rules.torch_to_tensor.library.multiplies_bfloat16", lambda: does)
+        monkeypatch.setattr("terrazzo.rules.torch_to_tensor.on_a_processor.multiplies_bfloat16", lambda: does)
 
     said(False)
     return said
@@ -518,6 +518,28 @@ def test_products_in_bfloat16_are_called_where_a_processor_multiplies_such(
     assert calls(fn, *long, target="cpu") == []
     assert calls(fn, *short, target="cpu") == ([f"aten.{called}.default"] if called else [])
     assert calls(fn, *short, target="cpu", libraries="never") == []
+
+
+def test_depthwise_convolutions_are_called_where_channels_are_last(multiplies: Any, cache: Path) -> None:
+    """Ours have vectors along rows of an image, and those of a library along channels."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Conv2d(96, 96, 3, padding=1, groups=96), torch.nn.ReLU())
+    rows = torch.randn(1, 96, 40, 40)
+    last = rows.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for x, called in ((rows, False), (last, True)):
+            compiled = terrazzo.compile(model, x, options={"cache_dir": cache})
+            assert compiled(x).stride() == model(x).stride()
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+            assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.convolution.default"] * called
+
+    def depthwise(x: Any, w: Any) -> Any:
+        return torch.nn.functional.conv2d(x, w, padding=1, groups=96)
+
+    narrow = [(x.to(BF16), torch.randn(96, 1, 3, 3, dtype=BF16)) for x in (rows, last)]
+    assert [calls(depthwise, *given, target="cpu") for given in narrow] == [[], []]
+    multiplies(True)
+    assert [calls(depthwise, *given, target="cpu") for given in narrow] == [[], ["aten.convolution.default"]]
 
 
 def test_a_processor_says_what_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
+from terrazzo.targets.cpu.emit import emit, prelude
 from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.tiles import tiled
 
@@ -36,6 +37,10 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "depthwise": (lambda: nn.Conv2d(40, 40, 3, padding=1, groups=40), (2, 40, 14, 14)),
     "depthwise, 7 x 7": (lambda: nn.Conv2d(6, 6, 7, padding=3, groups=6), (2, 6, 20, 35)),
     "depthwise, stride 2": (lambda: nn.Conv2d(6, 6, 5, 2, 2, groups=6), (2, 6, 20, 35)),
+    "depthwise, small": (lambda: nn.Conv2d(40, 40, 7, padding=3, groups=40), (2, 40, 7, 7)),
+    "depthwise, small, stride 2": (lambda: nn.Conv2d(40, 40, 3, 2, 1, groups=40), (1, 40, 14, 9)),
+    "depthwise, large": (lambda: nn.Conv2d(40, 40, 3, padding=1, groups=40), (1, 40, 70, 70)),
+    "depthwise, dilated": (lambda: nn.Conv2d(40, 40, 3, padding=2, dilation=2, groups=40), (1, 40, 11, 12)),
     "one dimension": (lambda: nn.Conv1d(8, 24, 9, padding=4), (2, 8, 100)),
     "one dimension, depthwise": (lambda: nn.Conv1d(8, 8, 31, padding=15, groups=8), (2, 8, 100)),
     "three dimensions": (lambda: nn.Conv3d(4, 24, 3, padding=1), (1, 4, 6, 7, 20)),
@@ -104,3 +109,25 @@ def test_windows_are_read_in_images(name: str) -> None:
     ]
     ways = [tiled(digits_apart(phases(kernel))) for kernel in kernels]
     assert any(way is not None and way.image is not None for way in ways)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_borders_of_small_images_are_not_written(dtype: torch.dtype) -> None:
+    """They are the same for all channels, and were zeros to begin with; results are rows of known length."""
+    module, x = nn.Conv2d(40, 40, 3, padding=1, groups=40).to(dtype), torch.randn(1, 40, 9, 9, dtype=dtype)
+    program = lowering(capture(module, (x,)).program, Options(target="cpu", libraries="never")).loop
+    (kernel,) = (s for s in program.steps if isinstance(s, l.Kernel))
+    text = emit(kernel)[1].removeprefix(prelude())
+    assert "thread_local f32 image[" in text
+    assert "0x0.0p+0f" not in text and "% 11" not in text
+
+
+@needs_compiler
+def test_a_border_stays_what_it_is(tmp_path: Path) -> None:
+    """Images of one call lie where those of the last one did."""
+    module = nn.Conv2d(40, 40, 3, padding=1, groups=40)
+    compiled = terrazzo.compile(module, torch.zeros(1, 40, 9, 9), options=Options(target="cpu", cache_dir=tmp_path))
+    with torch.no_grad():
+        assert compiled(torch.full((1, 40, 9, 9), torch.inf)).shape == (1, 40, 9, 9)
+        x = torch.randn(1, 40, 9, 9)
+        torch.testing.assert_close(compiled(x), module(x))

@@ -9,16 +9,15 @@ from typing import Any
 
 from terrazzo.hw import library
 from terrazzo.hw.gpu import Gpu
-from terrazzo.hw.processor import multiplies_bfloat16
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type, bf16, dense, f32, ordered_strides
+from terrazzo.ir.types import Type, dense, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES, compares_many
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -29,12 +28,13 @@ class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
     where there are none), or " at most" so long, if that is less than what is enough. Of an op in float32 is asked
     whether libraries compute it in `tf32`. On a processor, which is no `gpu`, nothing is priced: what
-    `_on_a_processor` names is called.
+    `on_a_processor` says is called.
     """
 
     gpu: Gpu | None
     ours: Callable[[Aten, float], tuple[float, str]]
     tf32: Callable[[Aten], bool] = lambda op: False
+    on_a_processor: Callable[[Aten, Callable[[Node], Type]], bool] = lambda op, laid_out: False
     layouts: dict[Node, Any] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
@@ -44,7 +44,7 @@ class Libraries:
         found: set[Node] = set()
         for node in nodes:
             if self.gpu is None:
-                if is_called(node) and _on_a_processor(node):
+                if is_called(node) and self.on_a_processor(node, self.laid_out):
                     why = f"{node.name}: {LIBRARY}'s is faster on a processor"
                     log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
                     found.add(node)
@@ -68,7 +68,7 @@ class Libraries:
         alone = node.with_children([given[x] for x in node.children])
         theirs = price(alone, gpu, self.tf32(node))
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
-            size = math.prod(_result(node).static_shape) * _result(node).dtype.size
+            size = math.prod(first_result(node).static_shape) * first_result(node).dtype.size
             theirs += gpu.launch + 2 * size / gpu.memory
         ours, exact = beside(alone, gpu)
         told = "" if exact else " at least"
@@ -156,7 +156,7 @@ def beside(op: Aten, gpu: Gpu) -> tuple[float, bool]:
     family, _ = FAMILIES.get(op.name, ("", None))
     count = len(set(op.children))
     types = [x.type for x in op.children]  # type: ignore[attr-defined]
-    result = _result(op)
+    result = first_result(op)
     if family != "cat" or not 1 < count == len(types) or not _plainly_beside(types, result):
         return 0.0, False
     points, size = math.prod(result.static_shape), result.dtype.size
@@ -197,7 +197,7 @@ KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack
 
 def _asked_always(op: Aten) -> bool:
     """Whether an op is a convolution in 16 bits, or a gradient of one, or writes, whatever its inputs were made of."""
-    return FAMILIES[op.name][0] in WRITES or (is_convolution(op) and _result(op).dtype.size == 2)
+    return FAMILIES[op.name][0] in WRITES or (is_convolution(op) and first_result(op).dtype.size == 2)
 
 
 def _widened(node: Node) -> bool:
@@ -247,7 +247,7 @@ def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, in TF32 or not."""
     family, operations = _family(op)
     moved = sum(_bytes(x) for x in (*(y.type for y in _read(op)), *_results(op)))
-    made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (_result(op), 1)
+    made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (first_result(op), 1)
 
     def taken(name: str) -> float:
         """What it takes by the record of this name; infinitely long where there is none."""
@@ -277,22 +277,21 @@ def _around(op: Any, gpu: Gpu, tf32: bool) -> tuple[float, float]:
     """
     x, w, bias, stride, padding, _, transposed, _, groups = convolved(op)
     dtype, back = _kind(op), op.name == BACKWARD
-    last = x.type.rank > 2 and x.type.shape[1] != 1 and x.type.element_strides[1] == 1
+    last = channels_at_end(x.type)
     plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
     around = added = 0.0
     if (turned := library.reach("image turned", dtype, tf32)) and not last and (back or transposed or not plain):
         images = [y for y in (*(z.type for z in _read(op)), *_results(op)) if y.shape != w.type.shape]
         around = library.price(turned, gpu, 0.0, 2 * sum(map(_bytes, images)))
     if bias is not None and not back and (known := library.reach("bias", dtype)):
-        added = library.price(known, gpu, 0.0, 2 * _bytes(_result(op)))
+        added = library.price(known, gpu, 0.0, 2 * _bytes(first_result(op)))
     return around, added
 
 
 def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
     """The family of an op with these arguments, and its operations."""
     if is_convolution(op) and is_depthwise(convolved(op)):
-        x = convolved(op)[0].type
-        last = x.rank > 2 and x.shape[1] != 1 and x.element_strides[1] == 1
+        last = channels_at_end(convolved(op)[0].type)
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
     family += " added" if family == "index put" and True in op.args[3:4] else ""
@@ -303,6 +302,11 @@ def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
         if x.element_strides[dim] != 1:
             return "scan of columns", _steps
     return family, operations
+
+
+def channels_at_end(image: Type) -> bool:
+    """Whether an image has its channels beside each other in memory."""
+    return image.rank > 2 and image.shape[1] != 1 and image.element_strides[1] == 1
 
 
 def convolved(op: Any) -> Sequence[Any]:
@@ -317,7 +321,7 @@ def is_convolution(op: Any) -> bool:
 
 def arithmetic(op: Any) -> float:
     """The operations of a convolution, or of one of its gradients."""
-    return _convolution(convolved(op), op.args[0].type if op.name == BACKWARD else _result(op), 1)
+    return _convolution(convolved(op), op.args[0].type if op.name == BACKWARD else first_result(op), 1)
 
 
 def is_depthwise(args: Sequence[Any]) -> bool:
@@ -329,7 +333,7 @@ def _kind(op: Any) -> str:
     return next((str(x.type.dtype.name) for x in _tensors(op.args)), "")
 
 
-def _result(op: Any) -> Type:
+def first_result(op: Any) -> Type:
     """The type of its result, or of the first of several."""
     return _results(op)[0]
 
@@ -431,48 +435,8 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 """A convolution, and its gradients."""
 
 
-def _on_a_processor(op: Aten) -> bool:
-    """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
-    enough and are transposed, or have filters of several taps and many channels, and strides or few places. And all
-    products and convolutions in bfloat16 that are work enough, where the processor multiplies such numbers; images read
-    at places of their own, linearly or the nearest, of which all channels are read at once there; gradients of largest
-    elements, which are added where these were; and writes where data says, if ours compare many indices.
-    oneDNN takes 0.3 to 0.93 of our time for the gradient of an image, 0.13 to 0.97 for that of weights (two threads;
-    3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0
-    for transposed convolutions (one thread with AVX-512, eleven of one to three dimensions, 64 channels one by one to
-    512 together); 0.57 to 1.13 for such others (3x3 and 2x2, 64 to 512). In bfloat16, which our kernels multiply in
-    float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without AMX). For
-    places of their own 0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to 0.9.
-    """
-    family, operations = FAMILIES[op.name]
-    if family in ("pooling", "sampling"):
-        ours = family == "sampling" and op.args[2] == CUBIC
-        return not ours and operations(op.args, _result(op), 1) >= POINTS
-    if family in WRITES:
-        return compares_many(op)
-    if family not in ("product", "convolution") or op.name == BACKWARD:
-        return op.name == BACKWARD
-    kind, work = _result(op).dtype, operations(op.args, _result(op), 1)
-    if kind is bf16:  # a product with one row, or column, waits for memory
-        waits = op.name != FORWARD and 1 in _result(op).shape[-2:]
-        return work >= WORK_IN_BFLOAT16 and not waits and multiplies_bfloat16()
-    if kind is not f32 or op.name != FORWARD or work < WORK:
-        return False
-    w, image, strides = op.args[1].type.static_shape, _result(op).static_shape[2:], op.args[3]
-    far = max(strides) > 1 or math.prod(image) <= PLACES
-    return bool(op.args[6]) or (op.args[8] == 1 and math.prod(w[2:]) > 1 and w[1] >= CHANNELS and far)
-
-
-WORK = 2e6
-"""Operations from which on a call, and storing what a kernel would go on with, takes little beside them."""
-WORK_IN_BFLOAT16 = 1e7
-"""The same of bfloat16: what is gained is half of the time, and a call takes Python besides."""
 ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
 """Families that are called on processors only, with their types."""
-POINTS, CUBIC = 20_000, 2
-"""Points from which on an image is sampled, or gets its gradient, by a call; and a way that is ours."""
-PLACES, CHANNELS = 256, 64
-"""Places of an image, at most, and channels, at least, with which oneDNN is faster than kernels in blocks."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.mm.default": ("product", _product),
     "aten.addmm.default": ("product", _product),

@@ -59,6 +59,8 @@ OWN = 1 << 17
 """Numbers of an image that a thread may have for itself: they stay in its second-level cache."""
 BEYOND = 512
 """Numbers behind an image: the last columns are read in whole vectors."""
+LINE = 1 << 12
+"""Columns of an image that are one row of a tile: it stays in the first-level cache, and bounds are known."""
 STACK = 1 << 17
 """Numbers of a tile that may be on the stack of a thread."""
 
@@ -99,15 +101,17 @@ class Blocked:
         self.kernel, self.scope, self.way, self.lets, self.stores = kernel, scope, way, lets, stores
         self.sites, self.rows, self.columns = way.sites, way.rows, way.columns
         self.type = c_type(way.sites[0].reduce.dtype)
+        self.once = False  # whether all columns are a row of one tile
         self.packed = [s for s in way.sites if alone and direct(s, way.rows) is None and not whole(s, way)]
 
     def lines(self) -> list[str]:
         batch = [a for a in self.kernel.axes if a not in self.rows and a not in self.columns]
         m, columns = numel(self.rows), self.way.count
+        own = self.way.image is not None and self.in_parts(batch)
+        self.once = own and self.in_lines() and columns <= LINE
         block, group = self.sizes(numel(batch))
         out = [f"constexpr int64_t N = tz_cols<{self.type}>(), M = {block}, K = {DEPTH}, G = {group};"]
         lefts, made = self.lefts()
-        own = self.way.image is not None and self.in_parts(batch)
         rights, kept = self.images(own) if self.way.image else self.rights()
         out += [*made, *kept]
         heads = [f"for (int64_t {self.name(a)} = 0; {self.name(a)} < {a.extent}; {self.name(a)}++)" for a in batch]
@@ -141,6 +145,8 @@ class Blocked:
     def sizes(self, around: int) -> tuple[int, str]:
         """Rows of a block, and panels that share them: as many as fit, and fewer where there would be few blocks."""
         m, columns = numel(self.rows), self.way.count
+        if self.once:
+            return m, f"({columns} + N - 1) / N"
         most, group = (PACKED, COLUMNS) if self.packed else (ROWS, COLUMNS if self.way.image and m <= FEW else 1)
         block = m if m <= most else -(-m // -(-m // most) // TILE) * TILE  # of even sizes
 
@@ -240,7 +246,7 @@ class Blocked:
         assert image is not None
         lines = [
             f"alignas(64) static thread_local {self.type} image[{image.size} + {BEYOND}];",
-            *image.filling("image", self.scope),
+            *image.filling("image", self.scope, zeros=True),
         ]
         return ["  " + x for x in lines]
 
@@ -356,14 +362,9 @@ class Blocked:
         inner = self.scope.inner()
         for k, site in enumerate(self.sites):
             inner.names[site.reduce] = f"tile[{k}][at + i * N + j]"
-        simd = not any(
-            isinstance(x, Loaded)
-            for t in self.lets
-            for c in t.children
-            if isinstance(c, Expr)
-            for x in topological([c])
-        )
-        vector = ["#pragma omp simd"] if simd else []
+        if self.once:
+            return self.all_points(inner)
+        vector = self.vector()
         if self.by_rows():
             head = ["for (int64_t j = 0; j < nc; j++) {", *("  " + x for x in digits("n0 + j", self.columns, inner))]
             inner.names[self.rows[-1]] = inner.fresh("i")
@@ -386,6 +387,26 @@ class Blocked:
             "  }",
             "}",
         ]
+
+    def vector(self) -> list[str]:
+        """What goes before the innermost loop of the rest of the kernel."""
+        places = [c for t in self.lets for c in t.children if isinstance(c, Expr)]
+        return [] if any(isinstance(x, Loaded) for x in topological(places)) else ["#pragma omp simd"]
+
+    def all_points(self, scope: Scope) -> list[str]:
+        """The rest of the kernel over all columns of an image, of which the tile has one row."""
+        image = self.way.image
+        assert image is not None
+        scope.names.update(dict.fromkeys(self.rows, "0"))
+        scope.names.update({a: scope.fresh("i") for a in self.columns})
+        names = [scope.names[a] for a in self.columns]
+        place = " + ".join(f"{x} * {p}" for x, p in zip(names, image.pitches, strict=True))
+        scope.names[self.sites[0].reduce] = f"tile[0][{place}]"
+        heads = [
+            f"for (int64_t {scope.names[a]} = 0; {scope.names[a]} < {a.extent}; {scope.names[a]}++) {{"
+            for a in self.columns
+        ]
+        return [*heads[:-1], *self.vector(), heads[-1], *("  " + x for x in self.point(scope)), *("}" for _ in heads)]
 
     def by_rows(self) -> bool:
         """Whether results lie along the rows of a tile: a column of them apart, their places meet in the cache."""

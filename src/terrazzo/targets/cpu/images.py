@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.address import coefficient
+from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var
 from terrazzo.ir.node import substitute, topological, transform
-from terrazzo.targets.cpu.runs import written
-from terrazzo.targets.terms import Scope
+from terrazzo.targets.cpu.runs import between, guards, run_of, where_inside, written
+from terrazzo.targets.terms import Scope, index
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class Image:
         each = math.prod(d.size * d.phases for d in self.dims)
         return each * math.prod(int(a.extent) for a in self.others)
 
-    def filling(self, memory: str, scope: Scope) -> list[str]:
-        """Writes the factor to memory, at the values that the axes around it have."""
+    def filling(self, memory: str, scope: Scope, zeros: bool = False) -> list[str]:
+        """Writes the factor to memory, at the values that the axes around it have. Where memory is `zeros` but for what
+        this wrote at other values of these axes, borders are left alone.
+        """
         inner = scope.inner()
         phases = [Var(l.fresh_name(), d.phases) for d in self.dims]
         points = self.points
@@ -82,6 +85,8 @@ class Image:
         factor = transform(substitute(self.factor, at), lambda x: self._within(x, phases, points))
         outer = [*self.others, *(p for p in phases if p.extent != 1), *points[:-1]]
         rows, last = math.prod(int(a.extent) for a in outer), points[-1]
+        if zeros and (asked := _border(factor, [*outer, last])):
+            return _within_border(factor, asked, outer, last, memory, inner)
         return written(
             factor, outer, [last], ("0", str(rows), "0", str(last.extent)), (memory, str(last.extent), "1"), inner
         )
@@ -118,6 +123,34 @@ class Image:
             lines.append(f"{'  ' * n}for (int64_t {s} = 0; {s} < {a.extent}; {s}++)")
         lines.append(f"{'  ' * len(axes)}to[k++] = {' + '.join(parts) or '0'};")
         return ["{", *("  " + x for x in lines), "}"]
+
+
+def _border(factor: Any, axes: Sequence[Any]) -> tuple[IntExpr, ...]:
+    """What is asked of the axes of an image where its border is 0; nothing where other axes have a part in it."""
+    asked = guards([factor], axes[-1]) or ()
+    one = operand(factor)
+    every = [x for x in topological([e for e in asked if isinstance(e, Expr)]) if isinstance(x, Loaded | Var)]
+    return asked if isinstance(one, l.Load) and all(x in axes for x in every) else ()
+
+
+def _within_border(
+    factor: Any, asked: Sequence[IntExpr], outer: Sequence[Any], last: Any, memory: str, scope: Scope
+) -> list[str]:
+    """Writes a factor where all that is asked holds, in runs along the last axis, whose bounds are the same in all."""
+    scope.names.update({a: scope.fresh("i") for a in (*outer, last)})
+    heads, row = [], "0"
+    for a in outer:
+        name = scope.names[a]
+        heads.append(f"for (int64_t {name} = 0; {name} < {a.extent}; {name}++) {{")
+        row = f"({row}) * {a.extent} + {name}" if row != "0" else name
+    rows = [e for e in asked if coefficient(e, last) == 0]
+    skipped = [f"if ({' || '.join(f'{index(e, scope)} < 0' for e in rows)}) continue;"] if rows and outer else []
+    columns = [e for e in asked if e not in rows or not outer]
+    bounds, low, high = between(columns, last, scope, "0", str(last.extent))
+    inside = substitute(factor, where_inside([factor], True))
+    text = run_of(inside, last, (low, high), lambda at: f"{memory}[({row}) * {last.extent} + {at}]", True, scope)
+    lines = [*skipped, *bounds, *text]
+    return [*heads, *("  " + x for x in lines), *("}" for _ in heads)]
 
 
 def image(factor: Any, columns: Sequence[Any], steps: Sequence[Any]) -> Image | None:

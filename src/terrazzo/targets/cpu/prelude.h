@@ -236,6 +236,7 @@ template <class T, class B> static inline void tz_rows(const T* a, int64_t am, i
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, b, kc, c + i * N, first);
 }
 // c[n] (+)= a[k] * image[k][n]: one row, several vectors of it at a time.
+// Not inlined: GCC keeps an accumulator in memory, in the inner loop, where it sees who reads the sums.
 template <class T, int wide> TZ void tz_part(const T* a, int64_t ak, tz_image<T> image, int64_t kc, T* c, bool first) {
   using V = typename tz_vec<T>::type;
   using M = typename tz_vec<T>::memory;
@@ -251,7 +252,8 @@ template <class T, int wide> TZ void tz_part(const T* a, int64_t ak, tz_image<T>
     *to = first ? acc[j] : *to + acc[j];
   }
 }
-template <class T> static inline void tz_line(const T* a, int64_t, int64_t ak, tz_image<T> image, int64_t kc, T* c, int64_t n, bool first) {
+// Not inlined: where GCC sees who reads the sums, it keeps one of them in memory while they are added up.
+template <class T> static __attribute__((noinline)) void tz_line(const T* a, int64_t, int64_t ak, tz_image<T> image, int64_t kc, T* c, int64_t n, bool first) {
   constexpr int L = tz_vec<T>::lanes;
   int64_t j = 0;
   for (; j + 8 * L <= n; j += 8 * L) tz_part<T, 8>(a, ak, {image.memory + j, image.at}, kc, c + j, first);
@@ -268,6 +270,12 @@ template <class T> static inline void tz_pack_image(tz_image<T> image, T* panel,
     *(M*)(panel + k * 2 * L + L) = *(const M*)(step + L);
   }
 }
+// The first so many bytes and the last ones, copied: of no more than twice as many that is all.
+template <int size> TZ void tz_ends(void* to, const void* from, int64_t bytes) {
+  unsigned char first[size], last[size];
+  memcpy(first, from, size), memcpy(last, (const unsigned char*)from + bytes - size, size);
+  memcpy(to, first, size), memcpy((unsigned char*)to + bytes - size, last, size);
+}
 // A run of numbers, copied; it is short, most often.
 template <class T> TZ void tz_run(T* to, const T* from, int64_t n) {
   using M = typename tz_vec<T>::memory;
@@ -275,6 +283,12 @@ template <class T> TZ void tz_run(T* to, const T* from, int64_t n) {
   if (n >= L) {
     for (int64_t i = 0; i + L <= n; i += L) *(M*)(to + i) = *(const M*)(from + i);
     *(M*)(to + n - L) = *(const M*)(from + n - L);  // the rest, with some of what is there already
+  } else if (const int64_t bytes = n * sizeof(T); bytes >= 32) {
+    tz_ends<32>(to, from, bytes);
+  } else if (bytes >= 16) {
+    tz_ends<16>(to, from, bytes);
+  } else if (bytes >= 8) {
+    tz_ends<8>(to, from, bytes);
   } else {
     for (int64_t i = 0; i < n; i++) to[i] = from[i];
   }

@@ -6,7 +6,7 @@ where a load is 0; where it holds, which vectorises; and behind that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,33 +130,19 @@ def written(
     asked = guards([x], last)
     target = f"{memory}[{o} * {along_outer} + ({i} + {run} - {at}){'' if along_inner == '1' else f' * {along_inner}'}]"
 
-    def at_first(a: str) -> Scope:
-        first = scope.inner()
-        first.names[last] = a
-        return first
-
-    def loop(y: Any, a: str, b: str, simd: bool) -> list[str]:
-        if isinstance(y, l.Load) and not y.inside and stride(y, last) == 1 and along_inner == "1" and not _checks(y):
-            return [f"tz_run(&{target.replace(run, a)}, &{element(y.buffer, y.index, at_first(a))}, {b} - {a});"]
-        body = computed(y, scope.inner())
-        return [
-            *(["#pragma omp simd"] if simd else []),
-            f"for (int64_t {run} = {a}; {run} < {b}; {run}++) {{",
-            *("  " + z for z in body[:-1]),
-            f"  {target} = {body[-1]};",
-            "}",
-        ]
+    def loop(y: Any, a: str, b: str) -> list[str]:
+        return run_of(y, last, (a, b), lambda name: target.replace(run, name), along_inner == "1", scope)
 
     if asked is None:
-        lines += loop(x, start, end, not _checks(x))
+        lines += loop(x, start, end)
     else:
         found, low, high = between(asked, last, scope, start, end)
         outside, within_it = (substitute(x, where_inside([x], y)) for y in (False, True))
         lines += [
             *found,
-            *loop(outside, start, low, False),
-            *loop(within_it, low, high, not _checks(x)),
-            *loop(outside, high, end, False),
+            *loop(outside, start, low),
+            *loop(within_it, low, high),
+            *loop(outside, high, end),
         ]
     step = scope.fresh("next")
     lines.insert(len(within) + 1, f"{step} = {i} + {size};")
@@ -166,6 +152,26 @@ def written(
         f"  for (int64_t {i} = 0, {step}; {i} < {ic}; {i} = {step}) {{",
         *("    " + z for z in lines),
         "  }",
+        "}",
+    ]
+
+
+def run_of(x: Any, axis: Any, ends: tuple[str, str], to: Callable[[str], str], near: bool, scope: Scope) -> list[str]:
+    """A term written along an axis, which has a name, from one value to another; `to` says where each belongs, and
+    those are `near` if they lie one behind the other.
+    """
+    begin, end = ends
+    if isinstance(x, l.Load) and not x.inside and stride(x, axis) == 1 and near and not _checks(x):
+        first = scope.inner()
+        first.names[axis] = begin
+        return [f"tz_run(&{to(begin)}, &{element(x.buffer, x.index, first)}, {end} - {begin});"]
+    name, body = scope.names[axis], computed(x, scope.inner())
+    simd = not isinstance(x, l.Literal) and not _checks(x)
+    return [
+        *(["#pragma omp simd"] if simd else []),
+        f"for (int64_t {name} = {begin}; {name} < {end}; {name}++) {{",
+        *("  " + z for z in body[:-1]),
+        f"  {to(name)} = {body[-1]};",
         "}",
     ]
 
