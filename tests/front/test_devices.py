@@ -12,6 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from terrazzo.errors import Limitation
 from terrazzo.front.devices import device_of, gather_on_one, is_copied
+from terrazzo.front.fx import from_graph
+from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.node import topological
 
 OFTEN = torch.arange(12.0).reshape(3, 4)  # as a plain attribute that nobody moved
 
@@ -71,6 +74,9 @@ def test_what_only_the_gpu_reads_is_made_there(fn: Callable[..., Any]) -> None:
         device_of(graph)
     gather_on_one(graph)
     assert device_of(graph) == "meta"
+    program, _ = from_graph(graph, "gathered")
+    ops = [x for x in topological(program.results) if isinstance(x, Aten)]
+    assert not [x for x in ops if x.name == "aten._to_copy.default" and "device" in dict(x.kwargs)]
 
 
 @pytest.mark.parametrize("fn", (drawn, given_back), ids=lambda fn: fn.__name__)

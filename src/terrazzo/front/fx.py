@@ -147,12 +147,17 @@ def _argument(value: Any, values: dict[Any, Any]) -> Any:
 
 
 def _stays(node: Any, name: str) -> bool:
-    """Whether an argument is the device that the tensor is on already, as gradients of conversions name it."""
+    """Whether an argument is the device that the tensor is on already, as gradients of conversions name it; or that a
+    program has what it is given on, wherever that was.
+    """
     import torch
 
     if name != "device" or node.target is not torch.ops.aten._to_copy.default:
         return False
-    return bool(node.args[0].meta["val"].device == node.kwargs[name])
+    of, there = node.args[0], node.kwargs[name]
+    if of.op in ("placeholder", "get_attr") and there.type != "cpu":
+        return True
+    return bool(of.meta["val"].device == there)
 
 
 def _reads_its_operand(node: Any) -> None:
