@@ -50,7 +50,7 @@ from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
 from terrazzo.rules.loop.layout.in_place import images_in_place
 from terrazzo.rules.loop.layout.layout import store_as_read
-from terrazzo.rules.loop.layout.lookups import store_lookups
+from terrazzo.rules.loop.layout.lookups import looked_up_first
 from terrazzo.rules.loop.layout.phases import phases_apart
 from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
@@ -269,8 +269,8 @@ PASSES = (
          lambda p, log, o, tried: _gradients(p, log, o) if o.fuse else p),
     Pass("fuse", "loop", "loop", "terms replace the buffers they were stored in, where that pays",
          lambda p, log, o, tried: fold(_fused(p, log, o), log) if o.fuse else p),
-    Pass("lookups", "loop", "loop", "operands of products that data says where to look up are stored first",
-         lambda p, log, o, tried: store_lookups(p, log, target(o.target).rates) if o.fuse else p),
+    Pass("lookups", "loop", "loop", "what data says where to look up is stored first where products are made of it",
+         lambda p, log, o, tried: looked_up_first(p, log, target(o.target).rates) if o.fuse else p),
     Pass("store_as_read", "loop", "loop", "buffers that are only read transposed, reshaped or converted are stored so",
          lambda p, log, o, tried: _as_read(p, log, o)),
     Pass("pass_views", "loop", "loop", "calls of PyTorch are given views of memory where they would be given copies",

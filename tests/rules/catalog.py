@@ -154,6 +154,7 @@ CATALOG: dict[str, Rewrite] = {
     "fuse:rows_gathered": of(gathered.rows_gathered, lambda p: gathered.rows_gathered(p, Log(), Rates())),
     "fuse:recompute": of(fold.fold, lambda p: fold.fold(p, Log())),
     "lookups:store_lookups": of(lookups.store_lookups, lambda p: lookups.store_lookups(p, Log(), LAUNCHED)),
+    "lookups:store_beside": of(lookups.store_beside, lambda p: lookups.store_beside(p, Log(), LAUNCHED)),
     "store_as_read:narrow": of(narrow.narrow, lambda p: narrow.narrow(p, Log())),
     "store_as_read:merge_dimensions": of(layout.store_as_read, lambda p: layout.store_as_read(p, Log())),
     "parts:into_parts": of(

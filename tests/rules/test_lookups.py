@@ -18,7 +18,7 @@ from terrazzo.ir.sites import sites
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.options import Options
-from terrazzo.pipelines import LOWER, stages
+from terrazzo.pipelines import LOWER, lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.cost import looked_up
 from terrazzo.rules.loop.layout import lookups
@@ -179,3 +179,45 @@ def test_a_product_is_not_written_behind_a_column_in_which_no_box_begins_where_i
         steps = fused(behind_a_column, a, b, torch.zeros(512, columns, dtype=torch.bfloat16))
         product = next(s for s in steps if b.shape in [x.type.shape for x in s.reads])
         assert (product.stores[0].buffer.type.shape == (512, 65536)) == alone
+
+
+def biased(q: Any, k: Any, v: Any, table: Any, near: Any) -> Any:
+    """Attention in windows, with what a table says of how tokens lie to each other."""
+    bias = table[near.view(-1)].view(*near.shape, -1).permute(2, 0, 1)
+    return f.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+
+
+def windows(count: int, tokens: int = 49, heads: int = 4, kind: torch.dtype = torch.bfloat16) -> tuple[Any, ...]:
+    q, k, v = (r(count, heads, tokens, 16).to(kind) for _ in range(3))
+    return q, k, v, r(4 * tokens, heads).to(kind), torch.randint(0, 4 * tokens, (tokens, tokens))
+
+
+def readers(steps: list[l.Kernel], name: str) -> list[str]:
+    return [s.name for s in steps if any(b.name == name for b in s.reads)]
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(512, 49), (64, 197)])
+def test_what_many_windows_add_to_their_scores_is_looked_up_once(count: int, tokens: int) -> None:
+    """And stays so where two products become one kernel, be its rows few or many."""
+    program = capture(biased, windows(count, tokens), {}).program
+    steps = lowering(program, Options(target="sm_90a", libraries="never")).loop.steps
+    (maker,) = [s for s in steps if any(b.name == "table" for b in s.reads)]
+    assert maker.writes[0].type.shape == (4, tokens, tokens)
+    (reader,) = [s for s in steps if maker.writes[0] in s.reads]
+    assert {"q", "k", "v"} <= {b.name for b in reader.reads}
+
+
+def test_what_few_windows_add_is_looked_up_on_the_way() -> None:
+    steps = fused(biased, *windows(8))
+    (maker,) = readers(steps, "table")
+    assert maker in [s.name for s in steps if any(b.name == "q" for b in s.reads)]
+
+
+def test_what_windows_add_is_right() -> None:
+    given = windows(8, 9, 2, torch.float32)
+    program = capture(biased, given, {}).program
+    before = stages(program, Options(target="sm_90a", libraries="never"), Log(), UPPER[:-1])[-1][1]
+    after = lookups.store_beside(before, Log(), replace(target("sm_90a").rates, launch=-1e6))
+    assert len(after.steps) == len(before.steps) + 1
+    names = dict(zip(("q", "k", "v", "table", "near"), (x.numpy() for x in given), strict=True))
+    torch.testing.assert_close(torch.from_numpy(loop.run(after, names)[0]), biased(*given), rtol=1e-4, atol=1e-4)

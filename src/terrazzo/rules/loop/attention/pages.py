@@ -75,6 +75,9 @@ def look_up_on_the_way(program: l.Program, log: Log, price: Price, refusal: Refu
         copies = [x for b in s.reads if (x := _copy(known, b, s)) is not None]
         if not copies or (found := formed(s)) is None:
             continue
+        factors = {x.buffer for x in topological((*found.inside, *found.along)) if isinstance(x, l.Load)}
+        if not (copies := [x for x in copies if {*x.writes} <= factors]):
+            continue  # what is added to scores was stored because many of them have it in common
         tables = dict.fromkeys(x for c in copies for b in c.reads if (x := _table(known, b, copies)) is not None)
         made = reduce(inline, (*copies, *tables), s)
         before, after = price([*tables, *copies, s]), price([made])
