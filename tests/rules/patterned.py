@@ -91,6 +91,19 @@ def with_rows(program: Program) -> Program:
     return Program("tensor", program.name, program.inputs, (*program.results, *more))
 
 
+def with_bias(program: Program) -> loop.Program:
+    """A program with products of many matrices, and what a table adds to all of them by row and column."""
+    x, y = (t.scan("sum", t.cast(t.iota(s, t.coordinates(s)[2]), f32), 0) for s in ((40, 3, 9), (40, 4, 9)))
+    i, j = t.coordinates((40, 3, 4, 9)), t.coordinates((40, 3, 4))
+    factors = t.index_map(x, (40, 3, 4, 9), (i[0], i[1], i[3])), t.index_map(y, (40, 3, 4, 9), (i[0], i[2], i[3]))
+    near = t.scan("sum", t.iota((3, 4), t.coordinates((3, 4))[1]), 0)
+    table = t.scan("sum", t.cast(t.iota((12,), t.coordinates((12,))[0]), f32), 0)
+    bias = t.index_map(table, (40, 3, 4), (t.loaded(near, (j[1], j[2]), 12),))
+    biased = t.apply("add", t.reduce("sum", t.apply("mul", *factors), [3]), bias)
+    whole = Program("tensor", program.name, program.inputs, (*program.results, biased))
+    return fuse(lift(whole), Log(), Rates())
+
+
 def two_in_one(x: Any) -> Any:
     """A product with whole numbers each of which holds two elements of a factor."""
     shape = (3, 5, 8)
@@ -383,6 +396,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "store_as_read:dimensions_of_products": with_groups,
     "schedule:lie_alike": with_orders,
     "store_as_read:pixels_together": with_shuffles,
+    "lookups:store_beside": with_bias,
     "remake:divide": with_states,  # fusion seldom makes one kernel of what is read apart in so few steps
 }
 """Programs with what some rewrites look for, and random ones do not have."""

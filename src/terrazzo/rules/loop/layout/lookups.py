@@ -102,17 +102,17 @@ def store_beside(program: l.Program, log: Log, rates: Rates) -> l.Program:
             for a0 in free(64):
                 for a1 in free(32):
                     for a2 in free(32):
+                        in0 = i[a1, a2]
+                        in1 = t[at(in0, 63)]
+                        v0 = f32(in1)
                         for r0 in reduce(16):
-                            in0 = q[a0, a1, r0]
-                            v0 = f32(in0)
-                            in1 = k[a0, a2, r0]
-                            v1 = f32(in1)
-                            v2 = mul(v0, v1)
-                            acc0 <- sum(v2)
-                        in2 = i[a1, a2]
-                        in3 = t[at(in2, 63)]
-                        v3 = f32(in3)
-                        v4 = add(acc0, v3)
+                            in2 = q[a0, a1, r0]
+                            v1 = f32(in2)
+                            in3 = k[a0, a2, r0]
+                            v2 = f32(in3)
+                            v3 = mul(v1, v2)
+                            acc0 <- sum(v3)
+                        v4 = add(acc0, v0)
                         z[a0, a1, a2] = v4
         return (z,)
     =>
@@ -128,16 +128,16 @@ def store_beside(program: l.Program, log: Log, rates: Rates) -> l.Program:
             for a0 in free(64):
                 for a1 in free(32):
                     for a2 in free(32):
+                        in0 = z_t[a1, a2]
+                        v0 = f32(in0)
                         for r0 in reduce(16):
-                            in0 = q[a0, a1, r0]
-                            v0 = f32(in0)
-                            in1 = k[a0, a2, r0]
+                            in1 = q[a0, a1, r0]
                             v1 = f32(in1)
-                            v2 = mul(v0, v1)
-                            acc0 <- sum(v2)
-                        in2 = z_t[a1, a2]
-                        v3 = f32(in2)
-                        v4 = add(acc0, v3)
+                            in2 = k[a0, a2, r0]
+                            v2 = f32(in2)
+                            v3 = mul(v1, v2)
+                            acc0 <- sum(v3)
+                        v4 = add(acc0, v0)
                         z[a0, a1, a2] = v4
         return (z,)
     """
