@@ -121,10 +121,14 @@ REACH: dict[tuple[str, str], Reach] = {
     ),
     ("index put", "any"): Reach("f32", 1.0, 0.60, 5000, 1, "not measured: a copy, and a kernel that writes"),
     ("index put added", "any"): Reach(
-        "f32", 1.0, 0.20, 20000, 1, "not measured: at least eight kernels, which sort the places first"
+        "f32", 1.0, 0.02, 38000, 1,
+        "at least eight kernels, which sort the places first: 39 to 44 us for 2401 and 4096 rows of 3 to 24, 75 for "
+        "38809 of 12, in both types (29 November 2026)",
     ),
     ("embedding gradient", "any"): Reach(
-        "f32", 1.0, 0.20, 10000, 1, "not measured: zeros, and a kernel that adds, for more than 3072 rows sorted first"
+        "f32", 1.0, 0.10, 14000, 1,
+        "zeros, and a kernel that adds, for more than 3072 rows sorted first: 15 us for 512 rows of 768 to a table of "
+        "512, 49 for 2048, 23 and 86 where the table has two; 104 for 65536 rows of 8 (29 November 2026)",
     ),
     ("cat", "any"): Reach(
         "f32", 1.0, 0.80, 3000, 1, "54.6 us for 24 tensors of 8192 x 128, 36.4 for 16 of 1024 x 1024, 22.1 in 16 bits"
