@@ -35,6 +35,16 @@ def images(parts: tuple[IntExpr, IntExpr]) -> list[tuple[IntExpr, list[IntExpr]]
     return [(parts[0] + (LARGE // 16) % 49, guards), (parts[1] - (LARGE // 16) % 49, guards)]
 
 
+def tree(least: int, most: int) -> list[tuple[IntExpr, list[IntExpr]]]:
+    """The first and last place of a scan that is taken in pairs, and pairs of these: steps of 512, and their halves."""
+    step, odd, half = (LARGE // 24576) % 512, (LARGE // 24576) % 2, (LARGE // 49152) % 256
+    pair = (half + odd - 1) % 2
+    later = ((odd * 2 + step - 2) // 4 + pair - 1) % 2
+    place = (pair * 4 + odd * 2 + step - 6) // 8 + later
+    guards = [-1 * later, pair - 1, half + odd - 1, -1 * odd]
+    return [(place - least, guards), (most - place, guards)]
+
+
 TAPS, HIGH, WIDE = Var("taps", 152), Var("high", 112), Var("wide", 112)
 STEM = [f for v in ((TAPS // 7) % 7 + HIGH * 2, TAPS % 7 + WIDE * 2) for f in (v - 3, 226 - v)]
 
@@ -56,6 +66,7 @@ STEM = [f for v in ((TAPS // 7) % 7 + HIGH * 2, TAPS % 7 + WIDE * 2) for f in (v
         *pixels(197, (R * 14 + S - 15, 211 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 15, 211 - R * 14 - S)),
         *images((R * 7 + S - 8, 56 - R * 7 - S)),
+        *tree(0, 63),
         (X // 4 - Y + (X % 4) * 5, [X - 4 * Y]),  # few points: all are tried
         (2 - TAPS // 49, [146 - TAPS, *STEM]),  # the channel of a tap of 3 x 7 x 7, of which there are 152 with padding
     ],
@@ -80,6 +91,7 @@ def test_what_kernels_need_is_proved(e: IntExpr, guards: list[IntExpr]) -> None:
         *pixels(197, (R * 14 + S - 17, 209 - R * 14 - S)),
         *pixels(1 << 20, (R * 14 + S - 17, 209 - R * 14 - S)),
         *images((R * 7 + S - 9, 55 - R * 7 - S)),
+        *tree(1, 62),
     ],
 )
 def test_what_is_not_so_is_not(e: IntExpr, guards: list[IntExpr]) -> None:

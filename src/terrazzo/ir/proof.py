@@ -83,18 +83,21 @@ def _parted(e: IntExpr, given: Sequence[IntExpr]) -> tuple[IntExpr, Sequence[Int
 
 
 def _digits(e: IntExpr, given: Sequence[IntExpr], finer: bool) -> tuple[IntExpr, tuple[IntExpr, ...]]:
-    """`e` and guards with a variable for every digit v // place % size of the guards, which digits of `e` are made of
-    where they are part of one, or begin with one: v // 8 % 3 is y // 4 for the y that is v // 2 % 12, and v // 2 % 60
-    is y + 12 * (v // 24 % 5); v // 2 is y + 12 * more; and, where `finer` parts are wanted, v is (y + 12 * more) * 2 +
-    rest. Guards say less of these than of v itself.
+    """`e` and guards with a variable for every digit v // place % size of the guards, but for those that others make
+    up. Digits of `e` are made of them where they are part of one, or begin with one: v // 8 % 3 is y // 4 for the y
+    that is v // 2 % 12, and v // 2 % 60 is y + 12 * (v // 24 % 5); v // 2 is y + 12 * more; and, where `finer` parts
+    are wanted, v is (y + 12 * more) * 2 + rest. Guards say less of these than of v itself.
     """
     new: dict[Any, IntExpr] = {}
     known: list[tuple[Var, Any, int]] = []
-    for y in _parts(given):
-        if (found := _digit(y)) is not None:
-            v, place, size = found
+    digits = [(found[2], y, found) for y in _parts(given) if (found := _digit(y)) is not None]
+    for size, y, found in sorted(digits, key=lambda d: d[0]):
+        v, place, _ = found
+        made = _of_digits(*found, known)
+        if made is None or any(x is v for x in _parts([made])):
             known.append((Var(f"${len(known)}", size), v, place))
-            new[y] = known[-1][0]
+            made = known[-1][0]
+        new[y] = made
     for x in _parts([e]) if known else ():
         found = None if x in new else _digit(x)
         if found is not None and (made := _of_digits(*found, known)) is not None:
