@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from terrazzo.errors import Limitation
 from terrazzo.front.devices import device_of, gather_on_one, is_copied
-from terrazzo.front.fx import from_graph
+from terrazzo.front.fx import Unheld, from_graph
+from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import topological
 
@@ -70,7 +71,7 @@ def traced(fn: Callable[..., Any]) -> Any:
 @pytest.mark.parametrize("fn", ONE, ids=lambda fn: fn.__name__)
 def test_what_only_the_gpu_reads_is_made_there(fn: Callable[..., Any]) -> None:
     graph = traced(fn)
-    with pytest.raises(Limitation, match="several devices"):
+    with pytest.raises(Limitation, match="on the CPU"):
         device_of(graph)
     gather_on_one(graph)
     assert device_of(graph) == "meta"
@@ -85,8 +86,37 @@ def test_what_would_be_another_stays(fn: Callable[..., Any]) -> None:
     before = graph.code
     gather_on_one(graph)
     assert graph.code == before
-    with pytest.raises(Limitation, match="several devices"):
+    with pytest.raises(Limitation, match="on the CPU"):
         device_of(graph)
+
+
+@pytest.mark.parametrize("fn", (drawn, given_back), ids=lambda fn: fn.__name__)
+def test_pytorch_runs_what_is_on_the_cpu_and_the_rest_is_compiled(fn: Callable[..., Any]) -> None:
+    graph = traced(lambda x: torch.utils._pytree.tree_leaves(fn(x * 2)))
+    gather_on_one(graph)
+    with pytest.raises(Unheld) as why:
+        device_of(graph)
+    ours: list[str] = []
+
+    def compiled(part: Any) -> Any:
+        assert device_of(part) == "meta"
+        ours.extend(str(n.target) for n in part.graph.nodes if n.op == "call_function")
+        return run_by_pytorch(part)
+
+    run = in_segments(graph, why.value.nodes, compiled)
+    x = torch.empty(3, 4, device="meta")
+    found, right = run([x]), torch.utils._pytree.tree_leaves(fn(x))
+    assert [(y.shape, y.device) for y in found] == [(y.shape, y.device) for y in right]
+    assert ours == ["aten.mul.Tensor", "aten.add.Tensor"]
+
+
+def test_what_is_passed_on_may_be_anywhere() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        graph = make_fx(lambda x, y: (x + 1, y))(torch.empty(4, device="meta"), torch.empty(4))
+    gather_on_one(graph)
+    assert device_of(graph) == "meta"
 
 
 def test_inputs_on_the_cpu_are_copied_first() -> None:

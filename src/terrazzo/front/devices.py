@@ -12,19 +12,26 @@ from typing import Any
 
 from terrazzo.errors import Limitation
 from terrazzo.front.drawn import draws
-from terrazzo.front.fx import attribute
+from terrazzo.front.fx import Unheld, attribute
 
 
 def device_of(graph: Any) -> str:
-    """The one device of a graph's tensors, scalars on the CPU aside, and what is on the CPU to be copied; Limitation
-    where there are several.
+    """The one device of a graph's tensors, scalars on the CPU aside, and what is on the CPU to be copied. Where others
+    are on the CPU, a Limitation names what computes or reads these: a program cannot hold it. Other devices are one,
+    too.
     """
-    nodes = [n for n in graph.graph.nodes if not _only_copied(graph, n)]
-    values = [value for n in nodes if (value := _value(graph, n)) is not None]
-    found = list(dict.fromkeys(str(v.device) for v in values if v.dim() or v.device.type != "cpu")) or ["cpu"]
+    values = {n: value for n in graph.graph.nodes if (value := _value(graph, n)) is not None}
+    here = {n for n, value in values.items() if value.dim() and value.device.type == "cpu"}
+    found = {str(v.device) for n, v in values.items() if n not in here and v.device.type != "cpu"}
     if len(found) > 1:
-        raise Limitation(f"a graph on several devices ({', '.join(found)})")
-    return found[0]
+        raise Limitation(f"a graph on several devices ({', '.join(sorted(found))})")
+    if not found:
+        return "cpu"
+    apart = here - {n for n in here if _only_copied(graph, n)}
+    reads = [n for n in values if n.op == "call_function" and not apart.isdisjoint((n, *n.all_input_nodes))]
+    if reads:
+        raise Unheld({n: f"{n.target}: on the CPU, while the graph is on {next(iter(found))}" for n in reads})
+    return found.pop()
 
 
 def is_copied(placeholder: Any, device: str) -> bool:
