@@ -60,6 +60,11 @@ def given_back(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x + ones.to(x.device), ones
 
 
+def sorted_there(x: torch.Tensor) -> torch.Tensor:
+    """What an op of several results makes is picked of them."""
+    return x + OFTEN.sort(-1).values.to(x.device)
+
+
 def traced(fn: Callable[..., Any]) -> Any:
     """Its graph, of a tensor on a device that is not the CPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -108,6 +113,14 @@ def test_pytorch_runs_what_is_on_the_cpu_and_the_rest_is_compiled(fn: Callable[.
     found, right = run([x]), torch.utils._pytree.tree_leaves(fn(x))
     assert [(y.shape, y.device) for y in found] == [(y.shape, y.device) for y in right]
     assert ours == ["aten.mul.Tensor", "aten.add.Tensor"]
+
+
+def test_who_reads_what_is_on_the_cpu_runs_there_too() -> None:
+    graph = traced(sorted_there)
+    gather_on_one(graph)
+    with pytest.raises(Unheld) as why:
+        device_of(graph)
+    assert [str(n.target) for n in why.value.nodes] == ["aten.sort.default", "aten._to_copy.default"]
 
 
 def test_what_is_passed_on_may_be_anywhere() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from operator import getitem
 from typing import Any
 
 from terrazzo.errors import Limitation
@@ -28,7 +29,8 @@ def device_of(graph: Any) -> str:
     if not found:
         return "cpu"
     apart = here - {n for n in here if _only_copied(graph, n)}
-    reads = [n for n in values if n.op == "call_function" and not apart.isdisjoint((n, *n.all_input_nodes))]
+    calls = [n for n in graph.graph.nodes if n.op == "call_function" and n.target is not getitem]
+    reads = [n for n in calls if not apart.isdisjoint((n, *n.all_input_nodes))]
     if reads:
         raise Unheld({n: f"{n.target}: on the CPU, while the graph is on {next(iter(found))}" for n in reads})
     return found.pop()
@@ -102,7 +104,7 @@ def _may_move(node: Any, moved: Collection[Any], device: Any) -> bool:
     """Whether the value of a node, which is on the CPU, may as well be on the GPU: nothing else reads it, and it is the
     same there.
     """
-    if node.op == "call_function" and (draws(node) or node.is_impure()):
+    if node.op == "call_function" and (node.target is getitem or draws(node) or node.is_impure()):
         return False
     return bool(node.users) and all(u in moved or _copies(u, device) or _looked_up(u, node) for u in node.users)
 
