@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from textwrap import dedent
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional as f
 from terrazzo.front.capture import capture
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute
 from terrazzo.ir.sites import sites
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
@@ -205,6 +207,17 @@ def test_what_many_windows_add_to_their_scores_is_looked_up_once(count: int, tok
     assert maker.writes[0].type.shape == (4, tokens, tokens)
     (reader,) = [s for s in steps if maker.writes[0] in s.reads]
     assert {"q", "k", "v"} <= {b.name for b in reader.reads}
+
+
+def test_what_several_products_add_is_stored_once() -> None:
+    doc = inspect.getdoc(lookups.store_beside) or ""
+    before = parse(doc[doc.index("@loop") : doc.index("=>")])
+    (z,) = before.steps
+    y = substitute(z, {z.writes[0]: l.Buffer("y", z.writes[0].type)})
+    y = l.Kernel("y", y.axes, y.stores, y.source)
+    both = l.Program("f", before.inputs, (z, y), (*z.writes, *y.writes))
+    after = lookups.store_beside(both, Log(), replace(target("sm_90a").rates, launch=0.0, byte=0.0))
+    assert readers(list(after.steps), "t") == ["z_t"] and len(after.steps) == 3
 
 
 def test_what_few_windows_add_is_looked_up_on_the_way() -> None:

@@ -236,7 +236,6 @@ template <class T, class B> static inline void tz_rows(const T* a, int64_t am, i
   for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, b, kc, c + i * N, first);
 }
 // c[n] (+)= a[k] * image[k][n]: one row, several vectors of it at a time.
-// Not inlined: GCC keeps an accumulator in memory, in the inner loop, where it sees who reads the sums.
 template <class T, int wide> TZ void tz_part(const T* a, int64_t ak, tz_image<T> image, int64_t kc, T* c, bool first) {
   using V = typename tz_vec<T>::type;
   using M = typename tz_vec<T>::memory;

@@ -27,8 +27,8 @@ storing the image takes, although the filter is one for all.
 LOOKED_UP, READ = 0.0042, 0.0015
 """Nanoseconds in which something is looked up beside a sum of products, and is read that was looked up before: each
 thread has sums of several rows, and loads the place and what is there one by one. Attention of 16 x 12 heads of 197
-tokens took 31 us more for a bias that is looked up by the distance of tokens, of 39 (H200, 29 November 2026); what is
-read lies together, and takes a quarter of the sectors.
+tokens took 31 us more than by the model, of 39 (H200, 29 November 2026), for a bias that is looked up by the distance
+of tokens. What is read lies together, and is a load for two; how long it takes was not measured.
 """
 PASS = "lookups"
 RULE, BESIDE = "store_lookups", "store_beside"
@@ -144,7 +144,8 @@ def store_beside(program: l.Program, log: Log, rates: Rates) -> l.Program:
 
     def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
         *made, whole = found
-        points = _points(whole.axes) * len(made)
+        stored = sum(map(_looked_up, s.terms)) - sum(map(_looked_up, whole.terms))  # here, or for an earlier kernel
+        points = _points(whole.axes) * stored
         first = sum(cost(k, rates) + _points(k.axes) * LOOKED_UP for k in made)
         return points * LOOKED_UP, points * READ + first
 
