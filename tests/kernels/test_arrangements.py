@@ -111,6 +111,7 @@ GROUPS = "warpgroup(2) * reg(2) * inst.k(16)"
         ),
         (Product(roles=True, begin="r0"), "begin is an axis of tiles, by which steps begin: a0 or a1, not r0"),
         (Product(**UNEVEN), "groups of 8 rows do not divide a0(4)"),
+        (Product(ring=0), "a ring has one slot at least, not 0"),
         (Product(ring=1), "TMA fills a ring of two slots at least where all warps do everything"),
     ],
 )  # fmt: skip

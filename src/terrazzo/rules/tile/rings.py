@@ -106,7 +106,10 @@ def pipeline(plan: Plan, draft: Draft) -> Plan | None:
         need(
             not own or outermost(draft, p), f"{p.sites[0]} has steps of its own inside those of {products[-1].sites[0]}"
         )
-    slots = max([1, *(v for _, f in loops if isinstance(v := draft.option(f, "ring", 1), int))])
+    asked = [v for _, f in loops if isinstance(v := draft.option(f, "ring", 1), int)]
+    if none := [v for v in asked if v < 1]:
+        raise draft.fail(f"a ring has one slot at least, not {none[0]}")
+    slots = max([1, *asked])
     apart = any(a.name == LOAD for a in plan.all(Agent))
     # For (product, loops), or (nothing, loops), the transports and the products.
     groups: dict[tuple[Any, ...], dict[type[Transport], None]] = {}

@@ -79,8 +79,10 @@ def _operations(terms: Iterable[Any]) -> float:
 @lru_cache(maxsize=1024)
 def scatter(p: Product) -> bool:
     """Whether results of 32 bits, beside others of 16 perhaps, are more than the cache has: they had better not leave
-    the registers of matrix instructions.
+    the registers of matrix instructions. What a tile's rows are reduced to has no columns that could.
     """
+    if not all(p.m in s.free and p.n in s.free for s in p.kernel.stores):
+        return False
     sizes = {s.buffer: s.buffer.type.dtype.size for s in p.kernel.stores}.values()
     return max(sizes) == WORD and min(sizes) >= 2 and sum(sizes) * math.prod(map(size_of, p.kernel.axes)) >= CACHED
 
