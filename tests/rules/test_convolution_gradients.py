@@ -98,3 +98,15 @@ def test_on_a_processor_they_are_called_where_that_may_be(libraries: str) -> Non
     stages(program, Options(target="cpu", libraries=libraries), log, ("torch_to_tensor",))
     told = [e.reason for e in log.events if e.rule == "library" and e.fired]
     assert len(told) == (libraries == "auto") and all("faster on a processor" in why for why in told)
+
+
+@pytest.mark.parametrize("pad", (0, 1))
+def test_points_that_a_single_tap_leaves_out_are_not_multiplied(pad: int) -> None:
+    """Of 56 x 56 points every second in both directions has the tap, and the others are 0."""
+    shapes = (32, 512, 28 + pad, 28 + pad), (32, 256, 56, 56), (512, 256, 1, 1)
+    given = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]
+    options = ([2, 2], [pad, pad], [1, 1], False, [0, 0], 1)
+    call = lambda *g: gradients(g, options, [True, False, False])  # noqa: E731
+    done = lowering(capture(call, given).program, Options(target="sm_90a", libraries="never"))
+    *_, product, _ = done.loop.steps
+    assert product.writes[0].type.static_shape == (32, 256, 28 + pad, 28 + pad)

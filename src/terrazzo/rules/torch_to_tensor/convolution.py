@@ -89,7 +89,18 @@ def spread(
 
 
 def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation: Any, groups: int, dtype: DType) -> Any:
-    """out[o] = the sum over i, k with o = i * stride + k * dilation - padding."""
+    """out[o] = the sum over i, k with o = i * stride + k * dilation - padding. Where a dimension has one tap, sums are
+    those of each i, and points between these are 0.
+    """
+    one = [n == 1 and s > 1 for n, s in zip(w.type.shape[2:], stride, strict=True)]
+    if any(one):
+        pick = lambda there, elsewhere: [a if c else b for a, b, c in zip(there, elsewhere, one, strict=True)]  # noqa: E731
+        ones, zeros, extents = [1] * len(one), [0] * len(one), pick(x.type.shape[2:], shape[2:])
+        whole, near = pick(ones, stride), pick(zeros, padding)
+        sums = _transposed(x, w, (*shape[:2], *extents), whole, near, dilation, groups, dtype)
+        n, oc, *o = t.coordinates(shape)
+        place, inside = spread(o, zeros, extents, ones, pick(stride, ones), pick(padding, zeros), dilation)
+        return t.index_map(sums, shape, (n, oc, *place), inside)
     per_group = w.type.shape[0] // groups
     space = (*shape, per_group, *w.type.shape[2:])
     here = t.coordinates(space)
