@@ -24,7 +24,9 @@ from terrazzo.pipelines import lowering
         (lambda x, y: (x + y).amax(-1), 8449, 16, torch.float32, 0),
         (lambda x, y: (x + y).amax(-1), 8449, 32, torch.float32, 8),
         (lambda x, y: (x.float() * y.float()).sum(-1), 8000, 64, torch.bfloat16, 0),
-        (lambda x, y: (x.float() * y.float()).sum(-1), 8452, 96, torch.bfloat16, 8),
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8452, 96, torch.bfloat16, 4),
+        (lambda x, y: (x.float() * y.float()).sum(-1), 8452, 160, torch.bfloat16, 8),
+        (lambda x, y: (x + y).sum(-1), 8452, 96, torch.float32, 16),
         (lambda x, y: (x + y).sum(-1), 8449, 17, torch.float32, 4),
         (lambda x, y: (x + y).softmax(-1), 8451, 33, torch.bfloat16, 8),
         (lambda x, y: (x + y).var(-1), 8450, 77, torch.float32, 16),
@@ -44,6 +46,18 @@ def test_short_rows(fn: Any, rows: int, length: int, dtype: torch.dtype, lanes: 
     close = 2.0**-7 if found.fn(*args).dtype is torch.bfloat16 else 1e-4
     right = fn(*(a.double() for a in args)).numpy()
     np.testing.assert_allclose(np.asarray(ours, np.float64), right, rtol=close, atol=close)
+
+
+def test_rows_of_several_axes_are_one_where_they_lie_in_line() -> None:
+    """Not where a row is read elsewhere than behind the one before it."""
+    norm = lambda x: torch.nn.functional.layer_norm(x, (96,))  # noqa: E731
+    rolled = lambda x: norm(x.roll(3, 1))  # noqa: E731
+    image = torch.empty(16, 56, 56, 96, device="meta", dtype=torch.bfloat16)
+    axes = []
+    for fn in (norm, rolled):
+        ((_, schedule),) = lowering(capture(fn, (image,), {}).program, Options(target="sm_90a")).at("tile").schedules
+        axes.append(len(schedule.axes))
+    assert axes == [1, 3]
 
 
 def test_lanes_share_windows_by_their_rows() -> None:

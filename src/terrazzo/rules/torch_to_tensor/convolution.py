@@ -49,6 +49,11 @@ def _each(option: Sequence[int], spatial: int) -> tuple[int, ...]:
     return tuple(option) * spatial if len(option) == 1 else tuple(option)
 
 
+def _with(values: Sequence[Any], d: int, value: Any) -> tuple[Any, ...]:
+    """`values` with another one for a dimension."""
+    return (*values[:d], value, *values[d + 1 :])
+
+
 def _under(
     o: Any, k: Any, extents: Any, stride: Any, padding: Any, dilation: Any
 ) -> tuple[list[IntExpr], list[IntExpr]]:
@@ -92,15 +97,14 @@ def _transposed(x: Any, w: Any, shape: Any, stride: Any, padding: Any, dilation:
     """out[o] = the sum over i, k with o = i * stride + k * dilation - padding. Where a dimension has one tap, sums are
     those of each i, and points between these are 0.
     """
-    one = [n == 1 and s > 1 for n, s in zip(w.type.shape[2:], stride, strict=True)]
-    if any(one):
-        pick = lambda there, elsewhere: [a if c else b for a, b, c in zip(there, elsewhere, one, strict=True)]  # noqa: E731
-        ones, zeros, extents = [1] * len(one), [0] * len(one), pick(x.type.shape[2:], shape[2:])
-        whole, near = pick(ones, stride), pick(zeros, padding)
-        sums = _transposed(x, w, (*shape[:2], *extents), whole, near, dilation, groups, dtype)
-        n, oc, *o = t.coordinates(shape)
-        place, inside = spread(o, zeros, extents, ones, pick(stride, ones), pick(padding, zeros), dilation)
-        return t.index_map(sums, shape, (n, oc, *place), inside)
+    for d, taps in enumerate(w.type.shape[2:]):
+        if taps == 1 and stride[d] > 1:
+            extent = x.type.shape[2 + d]
+            options = _with(stride, d, 1), _with(padding, d, 0), dilation, groups, dtype
+            sums = _transposed(x, w, _with(shape, 2 + d, extent), *options)
+            here = t.coordinates(shape)
+            place, inside = spread(here[2 + d :], [0], [extent], [1], stride[d:], padding[d:], [1])
+            return t.index_map(sums, shape, _with(here, 2 + d, *place), inside)
     per_group = w.type.shape[0] // groups
     space = (*shape, per_group, *w.type.shape[2:])
     here = t.coordinates(space)

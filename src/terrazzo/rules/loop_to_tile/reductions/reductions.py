@@ -14,12 +14,12 @@ from terrazzo.ir.expr import Expr, FloorDiv, Loaded, Mod
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.reductions.rows import column_of, leaves, loaded, parts, reducing, run
+from terrazzo.rules.loop_to_tile.reductions.rows import column_of, leaves, loaded, parts, reducing
+from terrazzo.rules.loop_to_tile.reductions.sharing import FLYING, MANY, beside, row_lines, sharing
 from terrazzo.rules.loop_to_tile.walked.threads import (
     DEAR,
     KEPT,
     SECTOR,
-    SPARE,
     WARP,
     WORD,
     ceil,
@@ -62,15 +62,14 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
         return Schedule(kernel.name, gpu.arch, _thread_each(rows), (), (), _written_out(kernel))
     used = 0
     if length <= WARP * vector * 4 and rows and count >= gpu.processors:
-        size = max((x.dtype.size for x in loaded(top)), default=WORD)
-        warps, used = 1, _sharing(rows, length, min(map(run, top)), vector, size, gpu)
-        lines = _row_lines(rows, *_beside(rows, WARP // used))
+        warps, used = 1, sharing(rows, top, length, vector, gpu)
+        lines = row_lines(rows, *beside(rows, WARP // used))
     else:
         read = {x.buffer for r in top for x in topological(r.args) if isinstance(x, l.Load) and r.axes[-1] in x.free}
         warps = min(most, _block(length, vector, count, sum(b.type.dtype.size for b in read), gpu))
         lines = tuple((a.name, grid(size_of(a))) for a in rows)
         if warps == 1 and rows and count >= MANY * gpu.processors:  # blocks of a warp would leave half of the room
-            lines = _row_lines(rows, *_beside(rows, 1))
+            lines = row_lines(rows, *beside(rows, 1))
     loads = Counter(x.buffer.name for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load))
     ahead = AHEAD * max(1, WIDEST // (vector * max((x.dtype.size for x in loaded(top)), default=WIDEST)) // 2)
     if ragged > 1 and warps == WARP and max(loads.values()) > 1 and _crowded(length, count, gpu):
@@ -180,41 +179,6 @@ def _mostly_beside(kernel: l.Kernel, top: Sequence[l.Reduce], length: int, count
     return cost > WARP * 2
 
 
-MANY = 64
-"""Rows for each processor from which on a warp may take several short ones at once."""
-
-
-def _sharing(rows: Sequence[Any], length: int, run: int, vector: int, size: int, gpu: Gpu) -> int:
-    """The lanes that share a short row: of many rows a warp takes several at once, so that a lane has 16 bytes on its
-    way, or four elements that are no word; and no more lanes than elements lie side by side in a `run`. A sum of a
-    million rows of 17 float32 took 160 us with a warp for each, of which 15 lanes had nothing (H100); windows of 11 by
-    11 pixels side by side took 5534 us with a warp for each, 5200 with half of one, and 4773 with a quarter (H200).
-    """
-    if math.prod(map(size_of, rows)) < MANY * gpu.processors:
-        return WARP
-    each, lanes = max(vector * size, WORD), WARP
-    while lanes > FEWEST and _fits(rows, WARP // lanes * 2):
-        if lanes * vector <= min(length, run) and ceil(length, lanes * vector) * each >= WIDEST:
-            break
-        lanes //= 2
-    return lanes
-
-
-FEWEST = 4
-"""Lanes that share a row: of fewer each would find its neighbour's elements in a sector of its own."""
-
-
-def _fits(rows: Sequence[Any], each: int) -> bool:
-    """Whether the last axis of rows has so many of them side by side without a rest."""
-    return each == 1 or waste(size_of(rows[-1]), each) <= SPARE
-
-
-def _beside(rows: Sequence[Any], each: int) -> tuple[tuple[Factor, ...], int]:
-    """Warps, and lanes of each, that have rows of their own, of the last axis; and how many rows they have."""
-    warps = 4 if each == 1 else next(k for k in (8, 4, 2, 1) if k == 1 or _fits(rows, each * k))
-    return (*warps_of(warps), *lanes_of(each)), warps * each
-
-
 def _ragged(kernel: l.Kernel, top: Sequence[l.Reduce], inner: Sequence[Any], longest: Any) -> int:
     """Elements that threads take at once of rows that begin anywhere, where an element is less than a word: a warp's
     access would be less than a line of the cache.
@@ -234,8 +198,6 @@ def _row(axis: Any, threads: int, vector: int, ragged: int, length: int, ahead: 
 
 AHEAD = 4
 """Accesses that a thread has on their way at once, in a loop along a row."""
-FLYING = 128
-"""Bytes that a thread has on their way at once, at most: registers hold them."""
 COLUMNS = 32
 """Accumulators of a thread that takes several columns, at most."""
 
@@ -443,7 +405,7 @@ def _thread_each(rows: Sequence[Any]) -> tuple[tuple[str, tuple[Factor, ...]], .
     pixels 128 threads along the last axis would have 7 that do anything (818 us on an H200 where a library took 200).
     """
     if len(rows) == 1 or waste(size_of(rows[-1]), 4 * WARP) < 2:
-        return _row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP)
+        return row_lines(rows, (*warps_of(4), Factor("lane", WARP)), 4 * WARP)
     sizes, order = {a: size_of(a) for a in rows}, list(reversed(rows))
     lanes = dict.fromkeys(order, 1)
     longest = max(order, key=size_of)
@@ -481,13 +443,4 @@ def _written_out(kernel: l.Kernel) -> tuple[Site, ...]:
         return ()
     return tuple(
         Site((name,), tuple((axis_name(a), (Factor("reg", size_of(a)),)) for a in r.axes)) for name, r in found.items()
-    )
-
-
-def _row_lines(rows: Sequence[Any], inner: tuple[Factor, ...], size: int) -> tuple[tuple[str, tuple[Factor, ...]], ...]:
-    """The last row axis shared by warps or lanes too."""
-    *outer, last = rows
-    return (
-        *((a.name, grid(size_of(a))) for a in outer),
-        (last.name, (Factor("grid", max(ceil(size_of(last), size), 1)), *inner)),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from terrazzo.ir import nest as n
-from terrazzo.ir.address import flatten
+from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Mod
 from terrazzo.ir.node import topological
@@ -56,13 +56,27 @@ def bytes_of(load: l.Load) -> int:
 
 def flattened(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with what lies inside a row as one axis, so that threads divide all of it; and with its rows as one axis
-    that runs as memory does, where lanes take them as columns.
+    that runs as memory does, where lanes take them as columns, or where they lie one after the other in all of it.
     """
     rows, inner, top = parts(kernel)
     found = merge_axes(kernel, sorted(inner, key=lambda a: -_far(kernel.stores, a))) if top else kernel
     if column_of(rows, top) is None:
-        return found
+        return merge_axes(found, rows) if top and _in_line(found, rows) else found
     return merge_axes(found, sorted(rows, key=lambda a: -_far(sorted(loaded(top), key=bytes_of, reverse=True), a)))
+
+
+def _in_line(kernel: l.Kernel, rows: Sequence[Any]) -> bool:
+    """Whether each row lies behind the one before it, whichever axis counts them, in all that is read and stored of
+    several rows.
+    """
+    for x in topological(kernel.stores):
+        if isinstance(x, l.Load | l.Store) and x.free & frozenset(rows):
+            place = flatten(x.index, x.buffer.type.element_strides)
+            far = [d for a in rows if isinstance(d := coefficient(place, a), int)]
+            inner = [d * size_of(a) for d, a in zip(far, rows, strict=False)]
+            if len(far) < len(rows) or far[:-1] != inner[1:]:
+                return False
+    return True
 
 
 def _far(accesses: Sequence[Any], axis: Any) -> int:
