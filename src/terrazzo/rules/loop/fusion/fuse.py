@@ -226,6 +226,7 @@ class _Fusion:
         forms = [k.form for k in kernels], [self.kernels[j].form for j in readers]
         found = repeated(*forms, self.rates) or self._inlined(kernels, readers)
         if isinstance(found, str):
+            self._keep(kernels, readers)
             self._skip("inline", name, found)
             return
         before = [*kernels, *(self.kernels[j] for j in readers)]
@@ -234,7 +235,7 @@ class _Fusion:
             choice = self.choice(name, inlined=found, apart=before, **stored)
         prices = choice.prices() + self._leaves(before, found)
         if self.decide(choice) != "inlined":
-            self.stored |= dict.fromkeys((b for kernel in kernels for b in kernel.writes), len(readers))
+            self._keep(kernels, readers)
             self._skip("inline", name, prices)
             return
         if why := problem(found):
@@ -246,6 +247,10 @@ class _Fusion:
             self._enter(j, new)
         for i in group:
             self._drop(i)
+
+    def _keep(self, kernels: Sequence[Instance], readers: Sequence[int]) -> None:
+        """Remember how many kernels read what is not inlined."""
+        self.stored |= dict.fromkeys((b for kernel in kernels for b in kernel.writes), len(readers))
 
     def merges(self) -> None:
         """Let one kernel store what two stored, where they run over the same axes.
