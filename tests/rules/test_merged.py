@@ -79,3 +79,29 @@ def test_products_of_other_rows_stay_apart(fn: Callable[..., Any]) -> None:
     steps = lower(program, Options(target="sm_90a", libraries="never"), Log()).steps
     sums = [s for s in steps if isinstance(s, l.Kernel) and any(isinstance(r, l.Reduce) for r in s.carried)]
     assert len(sums) == 2 and all(map(product, sums))
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.gelu(F.linear(x, w, b))
+
+
+def stored_too(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """With what a backward program reads."""
+    rows = torch.addmm(b, x.reshape(-1, x.shape[-1]), w.t())
+    return rows, F.silu(rows.view(*x.shape[:-1], -1))
+
+
+@pytest.mark.parametrize("fn", (mlp, stored_too))
+@pytest.mark.parametrize("rows", ((3152,), (16, 197), (4, 4, 197)), ids=str)
+def test_an_activation_is_computed_where_its_product_is_summed(fn: Callable[..., Any], rows: tuple[int, ...]) -> None:
+    given = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((*rows, 256), (768, 256), (768,))]
+    done = lower(capture(fn, tuple(given)).program, Options(target="sm_90a", libraries="never"), Log())
+    assert len(done.steps) == 1
+
+
+def test_what_is_stored_over_other_axes_is_right() -> None:
+    torch.manual_seed(0)
+    given = tuple(torch.randn(s).bfloat16() for s in ((2, 3, 32, 64), (64, 64), (64,)))
+    found = lowered(stored_too, given, "sm_90a")
+    for a, b in zip(found.simulated(), stored_too(*(x.double() for x in given)), strict=True):
+        assert np.abs(np.asarray(a, np.float64) - b.numpy()).max() <= 2**-7 * b.abs().max()

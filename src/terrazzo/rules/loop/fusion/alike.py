@@ -10,8 +10,9 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.node import topological
+from terrazzo.ir.node import substituted, topological
 from terrazzo.ir.sites import sites
+from terrazzo.ir.types import contiguous_strides
 from terrazzo.rules.moves import meeting
 
 
@@ -26,6 +27,61 @@ def alike(first: l.Kernel, second: l.Kernel) -> bool:
     if not long.axes:
         return _reduced(first) == _reduced(second) != set()
     return bool(short.axes) and [a.extent for a in long.axes[: len(short.axes)]] == [a.extent for a in short.axes]
+
+
+def along(reader: l.Kernel, kernel: l.Kernel) -> l.Kernel | None:
+    """`kernel` over the axes of its reader, which reads each element it stores once, in the order of memory but as that
+    of another shape: what a linear layer stores as rows, say, which are tokens of several texts. None where it is no
+    such reader.
+
+    @loop
+    def f(x: f32[6, 4]):
+        with kernel('y', y=f32[6, 4]):
+            for a0 in free(6):
+                for a1 in free(4):
+                    in0 = x[a0, a1]
+                    v0 = exp(in0)
+                    y[a0, a1] = v0
+        with kernel('z', z=f32[2, 3, 4]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(4):
+                        in0 = y[a0 * 3 + a1, a2]
+                        v0 = neg(in0)
+                        z[a0, a1, a2] = v0
+        return (y, z)
+    =>
+    @loop
+    def f(x: f32[6, 4]):
+        with kernel('y', y=f32[6, 4]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(4):
+                        in0 = x[a0 * 3 + a1, a2]
+                        v0 = exp(in0)
+                        y[a0 * 3 + a1, a2] = v0
+        with kernel('z', z=f32[2, 3, 4]):
+            for a0 in free(2):
+                for a1 in free(3):
+                    for a2 in free(4):
+                        in0 = y[a0 * 3 + a1, a2]
+                        v0 = neg(in0)
+                        z[a0, a1, a2] = v0
+        return (y, z)
+    """
+    loads = [x for x in topological(reader.stores) if isinstance(x, l.Load) and x.buffer in kernel.writes]
+    at = {x.index for x in loads}
+    if len(at) != 1 or any(x.inside for x in loads) or any(s.index != kernel.axes for s in kernel.stores):
+        return None
+    shapes = [tuple(a.extent for a in k.axes) for k in (reader, kernel)]
+    if not all(isinstance(n, int) for shape in shapes for n in shape) or math.prod(shapes[0]) != math.prod(shapes[1]):
+        return None
+    (index,) = at
+    place = flatten(index, contiguous_strides(shapes[1]))
+    if [coefficient(place, a) for a in reader.axes] != list(contiguous_strides(shapes[0])):
+        return None
+    moved = dict(zip(kernel.axes, index, strict=True))
+    return l.Kernel(kernel.name, reader.axes, substituted(kernel.stores, moved), kernel.source)
 
 
 def _reduced(kernel: l.Kernel) -> set[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ both prices, and `materialize` pins a buffer as one that must exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fusion.across import rows_first
-from terrazzo.rules.loop.fusion.alike import alike, crossed, multiplied_under_windows
+from terrazzo.rules.loop.fusion.alike import alike, along, crossed, multiplied_under_windows
 from terrazzo.rules.loop.fusion.fused import (
     LARGEST,
     is_view,
@@ -97,8 +97,8 @@ class _Fusion:
         self.instance = instances(s for s in program.steps if isinstance(s, l.Kernel))
         self.kernels = {i: self.instance(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
-        self.viewed, self.into, self.merged, self.multiply_apart, self.only_reduced = (
-            Asked(ask, self.instance) for ask in (viewed, self._into, merged, self._multiply_apart, only_reduced)
+        self.viewed, self.into, self.along, self.merged, self.multiply_apart, self.only_reduced = (
+            Asked(ask, self.instance) for ask in (viewed, self._into, along, merged, self._multiply_apart, only_reduced)
         )
         self.prices: WeakKeyDictionary[l.Kernel, float] = WeakKeyDictionary()
         self.products: WeakKeyDictionary[l.Kernel, tuple[int, int]] = WeakKeyDictionary()
@@ -298,15 +298,18 @@ class _Fusion:
     def _merge(self, i: int, j: int) -> bool:
         """Merge kernel i into kernel j, which may read what i stores."""
         first, second = self.kernels[i], self.kernels[j]
-        if (first, second) in self.apart or not alike(first.form, second.form):
+        if (first, second) in self.apart:
             return False
         self.apart.add((first, second))
+        begun = first if alike(first.form, second.form) else self.along(second, first)
+        if begun is None:
+            return False
         if not {*first.reads, *second.reads} & {*first.writes, *second.writes}:
             self.apart.add((second, first))  # who merely share an operand make the same kernel either way
         if self._pinned(first) or self._pinned(second) or not self.order.apart(i, j):
             return False
         read_only_here = {b for b in first.writes if b not in self.needed and self.readers.get(b, set()) <= {j}}
-        merged = self.merged(first, second, given=read_only_here)
+        merged = self.merged(begun, second, given=read_only_here)
         if merged is None:
             return False
         reads_it = {*first.reads} & {*second.writes} | {*second.reads} & {*first.writes}
@@ -324,7 +327,7 @@ class _Fusion:
             why = "one stores the new value of an input where that lies, and both could not"
             self._skip("merge", f"{first.name} with {second.name}", why)
             return False
-        if crossed(first.form, second.form):
+        if crossed(begun.form, second.form):
             why = "memory runs along the rows of one, and across those of the other"
             self._skip("merge", f"{first.name} with {second.name}", why)
             return False
