@@ -4,6 +4,7 @@ test.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_data_says_where() -> None:
     text = "".join(emit(kernel)[1] for kernel in found.kernels)
     assert "tz_at" in text and "i64" in text
     np.testing.assert_array_equal(found.simulated()[0], found.args[0][found.args[1]].numpy())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("most", [float(np.finfo(np.float32).max), -float(np.finfo(np.float32).max)])
+def test_ranges_beyond_their_type_are_infinite(most: float) -> None:
+    """Masks of scores are the type's least value, and programs multiply by it: NumPy has nothing to warn of."""
+    x = l.apply("mul", l.apply("f32", l.Index(Var("a0", 8))), l.Literal(most, f32))
+    found = range_of(x)
+    assert found is not None and math.inf in map(abs, found)
 
 
 @pytest.mark.parametrize("seed", range(40))

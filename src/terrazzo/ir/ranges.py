@@ -153,8 +153,9 @@ def _computed(x: l.Apply, name: str, a: Range, b: Range) -> Range | None:
 
 
 def _wider(low: float, high: float, kind: Any) -> Range:
-    """A range of floats two units in the last place wider on both sides."""
-    least, most = kind(low), kind(high)
-    for _ in range(2):
-        least, most = np.nextafter(least, kind(-math.inf)), np.nextafter(most, kind(math.inf))
+    """A range of floats two units in the last place wider on both sides; what is beyond the type is infinite there."""
+    with np.errstate(over="ignore"):
+        least, most = kind(low), kind(high)
+        for _ in range(2):
+            least, most = np.nextafter(least, kind(-math.inf)), np.nextafter(most, kind(math.inf))
     return float(least), float(most)
