@@ -18,7 +18,7 @@ from terrazzo.interp.loop import run_kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.ranges import range_of
-from terrazzo.ir.types import Type, f32, i64
+from terrazzo.ir.types import Type, f32, f64, i64
 from terrazzo.targets.cuda.emit import emit
 
 RESIZED: dict[str, Any] = {
@@ -78,8 +78,9 @@ def test_data_says_where() -> None:
 def test_ranges_beyond_their_type_are_infinite(most: float) -> None:
     """Masks of scores are the type's least value, and programs multiply by it: NumPy has nothing to warn of."""
     x = l.apply("mul", l.apply("f32", l.Index(Var("a0", 8))), l.Literal(most, f32))
-    found = range_of(x)
-    assert found is not None and math.inf in map(abs, found)
+    wide = l.apply("mul", l.apply("f64", l.Index(Var("a0", 8))), l.Literal(most, f64))
+    for found in (range_of(x), range_of(l.apply("f32", wide))):
+        assert found is not None and math.inf in map(abs, found)
 
 
 @pytest.mark.parametrize("seed", range(40))

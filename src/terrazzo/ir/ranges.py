@@ -128,7 +128,8 @@ def _converted(x: l.Apply, low: Any, high: Any) -> Range | None:
     """In another type: towards zero from floats to whole numbers, to the nearest float otherwise."""
     if x.dtype.is_float:
         kind = x.dtype.numpy.type
-        return float(kind(low)), float(kind(high))
+        with np.errstate(over="ignore"):
+            return float(kind(low)), float(kind(high))
     return _in_type(x, math.trunc(low), math.trunc(high)) if math.isfinite(low) and math.isfinite(high) else None
 
 
