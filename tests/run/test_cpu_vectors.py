@@ -53,3 +53,21 @@ def test_sine_and_cosine_of_one_angle_are_no_call_of_both(tmp_path: Path) -> Non
     (library,) = (p for p in tmp_path.rglob("*.so") if b"k_" in p.read_bytes())
     found = library.read_bytes()
     assert b"sincos" not in found and b"cosf" in found
+
+
+def test_every_number_of_float16_is_read_and_rounded_as_pytorch_does(tmp_path: Path) -> None:
+    """Both conversions are arithmetic on bits. Numbers halfway between two are rounded too, and those next to them."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    read = terrazzo.compile(lambda x: x.float(), every, options=Options(target="cpu", cache_dir=tmp_path))
+    torch.testing.assert_close(read(every), every.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(read(every).signbit(), every.signbit())
+
+    finite = every[every.isfinite()].float().sort().values
+    halfway = (finite[1:] + finite[:-1]) / 2
+    ends = torch.tensor(
+        [0.0, -0.0, 65519.99, 65520.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan"), -float("nan")]
+    )
+    wide = torch.cat([finite, halfway, halfway.nextafter(ends[6]), halfway.nextafter(ends[7]), ends])
+    rounded = terrazzo.compile(lambda x: x.half(), wide, options=Options(target="cpu", cache_dir=tmp_path))
+    torch.testing.assert_close(rounded(wide), wide.half(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(rounded(wide).signbit(), wide.signbit())

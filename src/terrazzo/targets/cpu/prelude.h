@@ -28,9 +28,10 @@ template <class To, class From> TZ To tz_bits(From x) { To y; static_assert(size
 // Conversions of 16-bit floats are integer arithmetic without branches, so that they vectorise with every compiler.
 TZ float tz_widen(bf16 x) { return tz_bits<float>((uint32_t)x << 16); }
 TZ float tz_widen(f16 x) {
-  float scaled = tz_bits<float>(((uint32_t)x & 0x7fffu) << 13) * 0x1p112f;  // moves the exponent's bias; subnormals come out normal
-  uint32_t top = scaled >= 65536.0f ? 0x7f800000u : 0u;                     // infinity and NaN
-  return tz_bits<float>(tz_bits<uint32_t>(scaled) | top | ((uint32_t)x & 0x8000u) << 16);
+  uint32_t u = (uint32_t)(int16_t)x << 13 & 0x8fffe000u;               // of the sign's copies, the one at the top is kept
+  uint32_t top = (u & 0x0f800000u) == 0x0f800000u ? 0x7f800000u : 0u;  // infinity and NaN
+  float scaled = tz_bits<float>(u) * 0x1p112f;                         // moves the exponent's bias; subnormals come out normal
+  return tz_bits<float>(tz_bits<uint32_t>(scaled) | top);
 }
 // Both round to nearest even; a NaN stays one, by its bits: after a choice GCC would know it in what asks for NaN next,
 // such as a maximum, and branch there, so that the loop is no vectors.
@@ -40,13 +41,13 @@ TZ bf16 tz_narrow_bf16(float x) {
   return (bf16)(uint16_t)(rounded | (0x7fc0u & (0u - (uint32_t)(x != x))));
 }
 TZ bf16 tz_cut_bf16(float x) { return (bf16)(uint16_t)(tz_bits<uint32_t>(x) >> 16); }
+// In signed numbers: AVX2 and SSE have no unsigned comparisons.
 TZ f16 tz_narrow_f16(float x) {
-  uint32_t u = tz_bits<uint32_t>(x), sign = u >> 16 & 0x8000u;
-  u &= 0x7fffffffu;
-  uint32_t normal = (u + 0xfffu + (u >> 13 & 1u) - (112u << 23)) >> 13;
-  uint32_t tiny = tz_bits<uint32_t>(tz_bits<float>(u) + 0.5f) - 0x3f000000u;  // the addition rounds at the last place of a subnormal
-  uint32_t r = u < 0x38800000u ? tiny : std::min(normal, 0x7c00u);
-  return (f16)(uint16_t)(r | (uint32_t)(u > 0x7f800000u) << 9 | sign);
+  int32_t u = tz_bits<int32_t>(x), a = u & 0x7fffffff;
+  int32_t normal = (a - (112 << 23) + 0xfff + (a >> 13 & 1)) >> 13;
+  int32_t tiny = tz_bits<int32_t>(tz_bits<float>(a) + 0.5f) - 0x3f000000;  // the addition rounds at the last place of a subnormal
+  int32_t r = a < 0x38800000 ? tiny : std::min(normal, 0x7c00);
+  return (f16)(uint16_t)(r | (0x7e00 & -(int32_t)(x != x)) | (u >> 16 & 0x8000));
 }
 
 template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
