@@ -371,3 +371,35 @@ def test_patches_that_schedules_store_are_there_in_windows() -> None:
         np.testing.assert_array_equal(one, other)
     scheduled = {n for n, _ in found.schedules}
     assert scheduled == {n for n, s in enumerate(found.loop.steps) if isinstance(s, l.Kernel)}
+
+
+def test_what_is_there_in_windows_is_not_read_whole() -> None:
+    """The window of the second image seems to read both of `m`, whose index is not known to be that of one where its
+    guard holds. All of `m` would be made of all of `h`, which is there in windows only.
+    """
+    p = parse("""
+@loop
+def f(x: f32[2, 63, 4096]):
+    with kernel('h', h=f32[2, 63, 4096]):
+        for a0 in free(2):
+            for a1 in free(63):
+                for a2 in free(4096):
+                    in0 = x[a0, a1, a2]
+                    v0 = neg(in0)
+                    h[a0, a1, a2] = v0
+    with kernel('m', m=f32[2, 63]):
+        for a0 in free(2):
+            for a1 in free(63):
+                for r0 in reduce(4096):
+                    in0 = h[a0, a1, r0]
+                    acc0 <- max(in0)
+                m[a0, a1] = acc0
+    with kernel('y', y=f32[2, 64]):
+        for a0 in free(2):
+            for a1 in free(64):
+                in0 = m[((a1 - 1) // 63) + a0, (a1 - 1) % 63] if a1 >= 1 else 0
+                y[a0, a1] = in0
+    return (y,)
+""")
+    found, _ = windowed(p)
+    same(p, found)

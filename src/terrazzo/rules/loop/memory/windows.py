@@ -260,6 +260,8 @@ class Windows:
         new: dict[Any, Any] = dict(at)
         if (read := _read(kernel, at, kernel.reads)) is None:
             return False
+        if any(isinstance(x, l.Load) and x.buffer in self.maker and x not in read for x in kernel.terms):
+            return False  # what is there in windows only would be read whole
         for x, part in read.items():
             if (b := self.window(x.buffer, part, kernel.source)) is None:
                 return False
