@@ -42,6 +42,7 @@ from terrazzo.rules.loop.fusion.beside import chains_beside
 from terrazzo.rules.loop.fusion.columns_reduced import columns_reduced
 from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
 from terrazzo.rules.loop.fusion.joined import products_joined
+from terrazzo.rules.loop.fusion.multiplied_once import multiply_once
 from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
@@ -197,11 +198,11 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 
-def _sooner(p: l.Program, log: Log, options: Options) -> l.Program:
-    """Products that wait to be added up are combined as soon as they may. That is judged before factors are in parts:
-    the parts of one product's factors wait for no others, and what multiplies several is run in windows as one.
+def _sooner(p: l.Program, log: Log, o: Options) -> l.Program:
+    """Repeated products are stored once, and those that wait to be added up combined as soon as they may, before there
+    are parts: those of one product's factors wait for no others, and what multiplies several is run in windows as one.
     """
-    return combine_sooner(p, log, target(options.target).rates) if options.fuse else p
+    return combine_sooner(multiply_once(p, log, partial(expected, gpu=machine(o))), log, target(o.target).rates)
 
 
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
@@ -288,7 +289,7 @@ PASSES = (
     Pass("online", "loop", "loop", "what lies between two products becomes part of the second, where that pays",
          lambda p, log, o, tried: _chained(p, log, o, tried) if o.fuse else p),
     Pass("parts", "loop", "loop", "products in float32 become products of 16-bit parts, where that is faster",
-         lambda p, log, o, tried: in_parts(_sooner(p, log, o), log, o, tried)),
+         lambda p, log, o, tried: in_parts(_sooner(p, log, o) if o.fuse else p, log, o, tried)),
     Pass("remake", "loop", "loop", "what waits long is combined with others sooner, or made again where it is needed",
          lambda p, log, o, tried: _lean(p, log, o) if o.fuse else p),
     Pass("windows", "loop", "loop", "kernels that differ in the places where they read are one, which reads windows",

@@ -19,7 +19,7 @@ from terrazzo.rules import tensor_to_loop
 from terrazzo.rules.loop.attention import frames
 from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.folding import digits, fold
-from terrazzo.rules.loop.fusion import fuse, one_kernel, reduced_already
+from terrazzo.rules.loop.fusion import fuse, multiplied_once, one_kernel, reduced_already
 from terrazzo.rules.loop.layout import (
     across,
     channels,
@@ -190,6 +190,10 @@ CATALOG: dict[str, Rewrite] = {
     "wide_sums:wide": of(wide_sums.wide_sums, lambda p: wide_sums.wide_sums(p, Log())),
     "relax:approximate": of(relax.relax, lambda p: relax.relax(p, Log())),
     "remake:store_sooner": of(sooner.store_sooner, lambda p: sooner.store_sooner(p, Log(), FREE, 1, "remake")),
+    "parts:multiply_once": of(
+        multiplied_once.multiply_once,
+        lambda p: multiplied_once.multiply_once(p, Log(), lambda steps: float(1 - len(steps))),
+    ),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:divide": of(divided.divide, lambda p: divided.divide(p, Log(), replace(FREE, launch=0.0), 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, lambda steps: 0.0, 0)),
