@@ -17,6 +17,7 @@ from typing import Any
 from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front import functionalized
+from terrazzo.front.associative import associative_scans
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.drawn import dropouts
 from terrazzo.front.effects import (
@@ -354,6 +355,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
             distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),
+            associative_scans(),
             _said_to_be_traced(),
             asked_once(),
             _use_lazy_graph_module(True),  # nobody calls what is traced, so its code is not written

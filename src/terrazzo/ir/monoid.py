@@ -28,7 +28,8 @@ class Monoid:
 
     `ufunc` is numpy's name for a monoid of one value. A monoid in a `frame` combines its first values by that
     function; the others are sums, each in the frame of all, where they are exp(own frame - that of all) times as much.
-    `after` combines with what is known to come later, where that is less work.
+    `after` combines with what is known to come later, where that is less work. One that does not commute is for scans,
+    whose elements are combined in order.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Monoid:
     ufunc: Any = None
     frame: str = ""
     after: Callable[[Builder, Values, Values], tuple[Any, ...]] | None = None
+    commutes: bool = True
 
     def __repr__(self) -> str:
         return self.name
@@ -98,6 +100,11 @@ def _logsumexp(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
     return top, f("add", rescaled(a), rescaled(b))
 
 
+def _recurrence(f: Builder, a: Values, b: Values) -> tuple[Any, ...]:
+    """(factor, summand) of the steps h -> factor * h + summand, those of `a` before those of `b` (Blelloch 1990)."""
+    return f("mul", a[0], b[0]), f("add", f("mul", b[0], a[1]), b[1])
+
+
 MONOIDS = {
     m.name: m
     for m in (
@@ -114,6 +121,7 @@ MONOIDS = {
         Monoid("argmin_last", 2, _arg_identity("highest", True), _arg("lt", True), after=_arg_after("le")),
         Monoid("welford", 3, lambda t: (0.0, 0.0, 0.0), _welford),
         Monoid("logsumexp", 2, lambda t: (t[0].lowest, 0.0), _logsumexp, None, "max"),
+        Monoid("recurrence", 2, lambda t: (1, 0), _recurrence, commutes=False),
     )
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 from terrazzo.errors import Limitation, UserError
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.expr import Expr
+from terrazzo.ir.recurrence import NAMESPACE
 from terrazzo.ir.torch_types import from_torch_dtype, operator, to_torch, to_torch_dtype
 from terrazzo.ir.types import Type
 
@@ -63,7 +64,7 @@ def impure(name: str) -> str:
     schema = called._schema
     arguments = [(a, str(a.type).removeprefix("Optional[").removeprefix("List[").strip("[]")) for a in schema.arguments]
     arguments = [(a, kind.removeprefix("Optional[")) for a, kind in arguments]
-    if called.namespace not in ("aten", "prims"):
+    if called.namespace not in ("aten", "prims", NAMESPACE):
         return "it is none of PyTorch's own (aten, prims)"
     if schema.is_mutable:
         return "it changes its arguments"

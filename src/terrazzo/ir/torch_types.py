@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.errors import Limitation, UserError
+from terrazzo.ir import recurrence
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.types import DTYPES, DType, Type
 
@@ -93,10 +94,12 @@ def to_torch(value: Any) -> Any:
 
 
 def operator(name: str) -> Any:
-    """The callable behind `aten.add.Tensor`; UserError if PyTorch has none of that name."""
+    """The callable behind `aten.add.Tensor`, or of our own; UserError if PyTorch has none of that name."""
     import torch
 
     parts = name.split(".")
+    if parts[0] == recurrence.NAMESPACE:
+        recurrence.linear_recurrence()
     found: Any = torch.ops
     for part in parts:
         found = getattr(found, part, None) if part.isidentifier() else None

@@ -107,6 +107,8 @@ class Reduce(Term, dialect="loop", op="reduce"):
         return free_in(self.args) - frozenset(self.axes)
 
     def infer(self) -> Any:
+        if not self.monoid.commutes and any(a.extent not in (0, 1) for a in self.axes):
+            raise UserError(f"reduce: {self.monoid.name} does not commute; scan it")
         return _monoid_type(self.monoid, self.args)
 
 

@@ -152,6 +152,8 @@ class Reduce(Value, dialect="tensor", op="reduce"):
         rank = types[0].rank
         if list(self.axes) != sorted(set(self.axes)) or any(not 0 <= a < rank for a in self.axes):
             raise UserError(f"reduce: axes {self.axes} are no increasing axes of {types[0]}")
+        if not self.monoid.commutes and any(types[0].shape[a] not in (0, 1) for a in self.axes):
+            raise UserError(f"reduce: {self.monoid.name} does not commute; scan it")
         kept = tuple(e for d, e in enumerate(types[0].shape) if d not in self.axes)
         out = tuple(Type(t.dtype, kept) for t in types)
         return out if self.monoid.width > 1 else out[0]

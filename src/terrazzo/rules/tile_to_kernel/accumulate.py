@@ -56,13 +56,16 @@ class Accumulators:
         """What an accumulator has."""
         return l.Load(place, self.at)
 
-    def combine(self, places: Any, args: Sequence[Node], r: Any) -> None:
-        """places = combine(places, args); or, where these are collected, they are kept."""
+    def combine(self, places: Any, args: Sequence[Node], r: Any, earlier: bool = False) -> None:
+        """places = combine(places, args); or, where these are collected, they are kept. What is `earlier` than what the
+        places have comes first, if that makes a difference.
+        """
         if r in self.collect:
             return self.collect[r](args)
         if isinstance(places, l.Load):  # a scan, of one value, that was named already
             places = (places.buffer,)
-        new = r.monoid.combine(l.apply, list(map(self.load, places)), list(args))
+        own, other = list(map(self.load, places)), list(args)
+        new = r.monoid.combine(l.apply, *((other, own) if earlier and not r.monoid.commutes else (own, other)))
         if len(places) > 1:
             new = [self.builder.let(x, "c") for x in new]
         for place, x in zip(places, new, strict=True):

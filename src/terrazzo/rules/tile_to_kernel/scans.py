@@ -57,7 +57,7 @@ class SharedScan:
             self.over_lanes(r, total, own)
             self.over_warps(r, total, own)
         for r, total, own, carried in zip(scans, totals, before, carry, strict=False):
-            self.accumulators.combine(own, self.values(carried), r)
+            self.accumulators.combine(own, self.values(carried), r, earlier=True)
             self.accumulators.combine(carried, self.values(total), r)
         scope.env.update(zip(scans, before, strict=True))
         self.steps(rest, (), scope)
@@ -94,25 +94,34 @@ class SharedScan:
             for bit in range(d.size.bit_length() - 1):
                 others = [self.builder.let(k.Shuffle(x, d.inner << bit), "other") for x in self.values(total)]
                 later = d.value // (1 << bit) % 2 - 1
-                write = partial(self.accumulators.combine, before, others, r)
-                self.builder.where([later], write)
-                self.accumulators.combine(total, others, r)
+                combine = partial(self.accumulators.combine, args=others, r=r)
+                self.builder.where([later], partial(combine, before, earlier=True))
+                if r.monoid.commutes:
+                    combine(total)
+                else:
+                    self.builder.where([later], partial(combine, total, earlier=True))
+                    self.builder.where([-later - 1], partial(combine, total))
 
     def over_warps(self, r: Any, total: Places, before: Places) -> None:
-        """Every warp combines what those before it have, and what all have."""
+        """Every warp combines what those before it have, and what all have. What comes before its lanes is earlier than
+        what came before each of them.
+        """
         bindings = self.walker.bindings
         for d in self.warps:
             meeting = self.accumulators.meeting(total)
             self.builder.add(bindings.sync)
             self.accumulators.reset(r, total)
+            ahead = before if r.monoid.commutes else self.accumulators.declare(r)
             w = bindings.loop_variable("w", d.size)
             at = bindings.warp + (w - d.value) * d.inner
 
-            def one(d: Digit = d, w: Any = w, at: Any = at, meeting: Any = meeting) -> None:
+            def one(d: Digit = d, w: Any = w, at: Any = at, meeting: Any = meeting, ahead: Any = ahead) -> None:
                 others = [self.builder.let(l.Load(m, (at, k.LANE)), "other") for m in meeting]
-                self.builder.where([d.value - 1 - w], lambda: self.accumulators.combine(before, others, r))
+                self.builder.where([d.value - 1 - w], lambda: self.accumulators.combine(ahead, others, r))
                 self.accumulators.combine(total, others, r)
 
             self.builder.loops([(w, True)], one)
+            if ahead is not before:
+                self.accumulators.combine(before, self.values(ahead), r, earlier=True)
             if self.builder.depth:
                 self.builder.add(bindings.sync)  # before the next tile writes there again

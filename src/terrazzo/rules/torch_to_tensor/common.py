@@ -14,7 +14,8 @@ from terrazzo.rewrite.rule import Rule, need
 
 
 def aten(*names: str, same: bool = False) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a lowering of the ATen overloads `names` (given without the leading `aten.`; `prims.` stays).
+    """Make a lowering of the ATen overloads `names` (given without the leading `aten.`; `prims.` and
+    `terrazzo.` stay).
 
     The function gets the node, whose `type` is PyTorch's own answer for shape and dtype of the result, and then the
     arguments as PyTorch's schema has them, tensors already lowered. It returns a Tensor IR value, or a tuple for
@@ -36,7 +37,7 @@ def aten(*names: str, same: bool = False) -> Callable[[Callable[..., Any]], Rule
 
         return Rule(
             fn.__name__,
-            tuple(n if n.startswith("prims.") else f"aten.{n}" for n in names),
+            tuple(n if n.startswith(("prims.", "terrazzo.")) else f"aten.{n}" for n in names),
             lower,
             inspect.getdoc(fn) or "",
         )

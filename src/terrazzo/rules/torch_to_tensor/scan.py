@@ -47,7 +47,18 @@ def logcumsumexp(node: Aten, x: Any, dim: int) -> Any:
     return t.cast(t.apply("add", top, t.apply("log", total)), x.type.dtype)
 
 
+@aten("terrazzo.linear_recurrence.default")
+def linear_recurrence(node: Aten, a: Any, b: Any, dim: int) -> Any:
+    """Every element is what is before it, times a factor, and a summand: the running composition of such steps."""
+    if b.type.shape[axis := normalize(dim, b.type.rank)] == 1:
+        return b
+    wide = b.type.dtype.compute
+    _, found = t.scan("recurrence", (t.cast(a, wide), t.cast(b, wide)), axis)
+    return t.cast(found, b.type.dtype)
+
+
 RULES: tuple[Rule, ...] = (
     _cumulative("cumsum", "sum"), _cumulative("cumprod", "prod"),
     _best_so_far("cummax", "argmax_last"), _best_so_far("cummin", "argmin_last"), logcumsumexp,
+    linear_recurrence,
 )  # fmt: skip

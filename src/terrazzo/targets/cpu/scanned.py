@@ -2,7 +2,7 @@
 
 A step of a scan waits for the one before it. Rows do not wait for each other, so some of them take turns. A long row
 that is alone is cut into chunks, which are such rows as soon as it is known what comes before each: all are reduced
-first.
+first, where their monoid may be reduced in any order.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def of_rows(writer: Writer, s: n.Loop, scan: n.Loop, scope: Scope, shared: bool)
 def of_one_row(writer: Writer, scan: n.Loop, scope: Scope, shared: bool) -> list[str]:
     """A scan by itself: a long one as one of chunks, which threads share, where it is `shared`."""
     extent = int(scan.axes[0].extent)
-    if extent < LONG or id(scan) in writer.found:
+    if extent < LONG or id(scan) in writer.found or not all(r.monoid.commutes for r in scan.carried):
         return ["{", *("  " + x for x in _Rows(writer, scan, (), scope, 1, []).lines(lambda _: "0", str(extent))), "}"]
     size = extent // CHUNKS
     share = ["#pragma omp parallel for num_threads(threads) schedule(static)"] if shared else []
