@@ -120,7 +120,7 @@ def _by_name(combine: Combine, xs: Sequence[Any]) -> list[Callable[[], Any]]:
 
     earlier, later = ([Polynomial.of(f"{side}{k}") for k in range(len(xs))] for side in ("earlier", "later"))
     try:
-        results = combine(*earlier, *later)
+        results = getattr(combine, "forward", combine)(*earlier, *later)  # a graph called as a module tells all failures
     except Exception:  # it may do with its operands whatever it likes
         return []
     results = list(results) if isinstance(results, tuple | list) else [results]

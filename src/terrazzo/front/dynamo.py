@@ -21,6 +21,7 @@ from terrazzo.front.partition import partition
 from terrazzo.front.picked import gather_picked
 from terrazzo.front.regions import inline_regions
 from terrazzo.front.results import arrange, lying_alike
+from terrazzo.front.scan_trees import gather_scans
 from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.front.twice import Twice
 from terrazzo.front.unfolded import unfold_by_views, windows
@@ -102,6 +103,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     drop_nothing(gm)
     _define(gm)
     gather_picked(gm)
+    gather_scans(gm)
     unfold_by_views(gm)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
