@@ -29,7 +29,7 @@ JUMPS = {
     *("mod", "fmod", "nextafter", "atan2", "pow"),
 }
 """Functions a rounding of whose operands may change the result by any amount."""
-STEADY = ("sum", "prod", "max", "min", "welford", "logsumexp")
+STEADY = ("sum", "prod", "max", "min", "welford", "logsumexp", "recurrence")
 """The monoids a rounding of whose operands changes the result by about as much."""
 LARGEST = 10_000
 """Elements of a value at most."""
@@ -232,7 +232,8 @@ class Draft:
         x = self.computed(self.pick())
         if not x.shape:
             return x
-        m = self.one([m for m in MONOIDS if (x.exact or m in STEADY) and _combines(m, x.dtype)] or ["sum"])
+        known = [m for m in MONOIDS if MONOIDS[m].commutes and (x.exact or m in STEADY) and _combines(m, x.dtype)]
+        m = self.one(known or ["sum"])
         if not _combines(m, x.dtype):
             return x
         axes = sorted(self.draw(st.sets(st.integers(0, len(x.shape) - 1), min_size=1)))
@@ -267,6 +268,8 @@ class Draft:
             return [x, Known(t.literal(0.0, x.dtype, x.shape)), Known(t.literal(1.0, x.dtype, x.shape))]
         if m == "logsumexp":
             return [x, Known(t.literal(1.0, x.dtype, x.shape))]
+        if m == "recurrence":  # half of what came before, which no value outgrows
+            return [Known(t.literal(0.5, x.dtype, x.shape)), x]
         return [x]
 
     def combined(self, m: str, x: Known, results: Any, n: int) -> Known:
@@ -276,7 +279,7 @@ class Draft:
             whole = None if x.whole is None else x.whole * max(n, 1) if m == "sum" else max(x.whole, 1) ** min(n, 64)
             exact = whole is not None and whole <= 1 << DIGITS[x.dtype.name]
             return self.add(known(values[0], exact and x.exact, whole))
-        exact = x.exact and m not in ("welford", "logsumexp")
+        exact = x.exact and m not in ("welford", "logsumexp", "recurrence")
         whole = x.whole if m in ("max", "min") and n > 0 else None
         order = self.draw(st.permutations(range(len(values))))
         return [self.add(known(values[k], exact, whole)) for k in order][-1]
@@ -407,7 +410,7 @@ def _takes(row: sc.Scalar, dtype: DType) -> bool:
 
 def _combines(m: str, dtype: DType) -> bool:
     """Whether a monoid is defined on a type."""
-    if m in ("welford", "logsumexp"):
+    if m in ("welford", "logsumexp", "recurrence"):
         return dtype in (f32, f64)
     if m.startswith("arg"):
         return dtype is not bool_ or m != "argmax"

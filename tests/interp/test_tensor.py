@@ -281,7 +281,7 @@ def _read(m: Monoid, v: Any) -> Any:
 def test_the_identity_changes_nothing(name: str) -> None:
     m = MONOIDS[name]
     e = [np.array([i]).astype(d.numpy) for d, i in zip(_types(m), m.identity(_types(m)), strict=True)]
-    for a in (e, _elements(m)):
+    for a in (e, _elements(m, special=m.commutes)):  # an infinite factor times the identity's 0 is NaN
         for both in (m.combine(numpy_builder, e, a), m.combine(numpy_builder, a, e)):
             for ours, expected in zip(_read(m, both), _read(m, a), strict=True):
                 np.testing.assert_array_equal(ours, expected)
@@ -295,6 +295,7 @@ def test_brackets_do_not_matter(name: str) -> None:
         "prod",
         "welford",
         "logsumexp",
+        "recurrence",
     )  # for these, up to rounding: (1e30 - 1e30) + 1 is not 1e30 + (1 - 1e30)
     elements = _elements(m, special=not rounded)
     chosen = np.array(list(itertools.product(range(len(elements[0])), repeat=3)))

@@ -1,5 +1,5 @@
-"""`torch.associative_scan`: the scans that PyTorch has by name, the linear recurrence, which is an operator of ours, and
-for any other function that combines, a few steps over all elements.
+"""`torch.associative_scan`: the scans that PyTorch has by name; the linear recurrence, an operator of ours; and for any
+other function that combines, a few steps over all elements.
 
 What a function combines is found by calling it with symbols for its operands: each of its results must be a polynomial
 of them that we know, however it is written.
@@ -120,7 +120,9 @@ def _by_name(combine: Combine, xs: Sequence[Any]) -> list[Callable[[], Any]]:
 
     earlier, later = ([Polynomial.of(f"{side}{k}") for k in range(len(xs))] for side in ("earlier", "later"))
     try:
-        results = getattr(combine, "forward", combine)(*earlier, *later)  # a graph called as a module tells all failures
+        results = getattr(combine, "forward", combine)(
+            *earlier, *later
+        )  # a graph called as a module tells all failures
     except Exception:  # it may do with its operands whatever it likes
         return []
     results = list(results) if isinstance(results, tuple | list) else [results]
@@ -129,26 +131,26 @@ def _by_name(combine: Combine, xs: Sequence[Any]) -> list[Callable[[], Any]]:
     found = []
     for x, was, new, result in zip(xs, earlier, later, results, strict=True):
         known: dict[Polynomial, Callable[[], Any]] = {
-            new: lambda x=x: x.clone(),
-            was + new: lambda x=x: x.cumsum(0, dtype=x.dtype),
-            was * new: lambda x=x: x.cumprod(0, dtype=x.dtype),
+            new: x.clone,
+            was + new: partial(x.cumsum, 0, dtype=x.dtype),
+            was * new: partial(x.cumprod, 0, dtype=x.dtype),
         }
         if not x.is_complex():
-            known |= {
-                was.maximum(new): lambda x=x: x.cummax(0).values,
-                was.minimum(new): lambda x=x: x.cummin(0).values,
-                **{
-                    factor * was + new: lambda a=a, x=x: linear_recurrence()(a, x, 0)
-                    for a, factor in zip(xs, later, strict=True)
-                    if factor is not new and not a.is_complex()
-                },
-            }
+            known[was.maximum(new)] = partial(_best, x.cummax)
+            known[was.minimum(new)] = partial(_best, x.cummin)
+            for a, factor in zip(xs, later, strict=True):
+                if factor is not new and not a.is_complex():
+                    known[factor * was + new] = partial(linear_recurrence(), a, x, 0)
         if x.is_floating_point():
-            known[was.logaddexp(new)] = lambda x=x: x.logcumsumexp(0)
+            known[was.logaddexp(new)] = partial(x.logcumsumexp, 0)
         if result not in known:
             return []
         found.append(known[result])
     return found
+
+
+def _best(scan: Any) -> Any:
+    return scan(0).values
 
 
 def _by_doubling(combine: Combine, xs: Sequence[Any], more: Sequence[Any]) -> list[Any]:

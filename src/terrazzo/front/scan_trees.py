@@ -74,7 +74,9 @@ def _name(node: Any) -> str:
 
 def _blocks(graph: Any) -> list[_Block]:
     """The `vmap`s of a graph that have and are in no other, in its order."""
-    found, depth, nodes, plain = [], 0, [], True
+    found: list[_Block] = []
+    nodes: list[Any] = []
+    depth, plain = 0, True
     for node in graph.nodes:
         name = _name(node)
         plain = (plain or depth == 0) and (depth == 0 or name != BEGIN)
@@ -89,7 +91,7 @@ def _blocks(graph: Any) -> list[_Block]:
 
 def _called(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """A call, whether Dynamo has some of its arguments by name or not."""
-    return getattr(getattr(func, "overloadpacket", func), "__name__", ""), [*args, *kwargs.values()]
+    return str(getattr(getattr(func, "overloadpacket", func), "__name__", "")), [*args, *kwargs.values()]
 
 
 class _Missing(Exception):
@@ -121,18 +123,22 @@ class _Value:
 
 
 class _Tree:
-    """A scan of `leaves`, whose first pairs are combined in the first of some blocks."""
+    """A scan of `leaves`, whose first pairs are combined in the first of some blocks; where that has `results`."""
 
     def __init__(self, blocks: list[_Block]) -> None:
         self.blocks, self.first, self.taken = blocks, blocks[0], dict[Any, None]()
-        self.leaves = [x.args[0] for x in self.first.operands[: len(self.first.results)] if x.args]
+        self.leaves: list[Any] = []
         self.results: list[Any] | None = None
 
     def find(self) -> None:
         """Find the results, and take the tree's blocks away; or only the first one, where there is no tree."""
         module: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
         before = list(self.blocks)
+        count = len(self.first.results)
         try:
+            if not count or len(self.first.operands) != 2 * count or {*map(_name, self.first.operands)} != {"slice"}:
+                raise _Missing
+            self.leaves = [x.args[0] for x in self.first.operands[:count]]
             leaves = [_Value(x, self) for x in self.leaves]
             self.results = [x.node for x in module.generic_associative_scan(self.combine, leaves)]
         except _Missing:

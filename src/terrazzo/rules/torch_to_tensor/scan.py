@@ -49,11 +49,15 @@ def logcumsumexp(node: Aten, x: Any, dim: int) -> Any:
 
 @aten("terrazzo.linear_recurrence.default")
 def linear_recurrence(node: Aten, a: Any, b: Any, dim: int) -> Any:
-    """Every element is what is before it, times a factor, and a summand: the running composition of such steps."""
-    if b.type.shape[axis := normalize(dim, b.type.rank)] == 1:
+    """Every element is what is before it, times a factor, and a summand: the running composition of such steps. Before
+    the first there is nothing, whatever its factor is, be it infinite.
+    """
+    shape, wide = b.type.shape, b.type.dtype.compute
+    if shape[axis := normalize(dim, len(shape))] == 1:
         return b
-    wide = b.type.dtype.compute
-    _, found = t.scan("recurrence", (t.cast(a, wide), t.cast(b, wide)), axis)
+    first = t.apply("eq", t.iota(shape, t.coordinates(shape)[axis]), t.literal(0, i64, shape))
+    factors = t.apply("where", first, t.literal(0, wide, shape), t.cast(a, wide))
+    _, found = t.scan("recurrence", (factors, t.cast(b, wide)), axis)
     return t.cast(found, b.type.dtype)
 
 
