@@ -87,7 +87,10 @@ def close(found: Any, eager: Any, exact: Any) -> None:
         scale = max(float(right.abs().max()), 1.0)
         least = 4 * scale * torch.finfo(torch.float32).eps
         assert ours.shape == right.shape
-        assert bool(right.isfinite().all()) and float((ours - right).abs().max()) <= 2 * float((theirs - right).abs().max()) + least
+        assert (
+            bool(right.isfinite().all())
+            and float((ours - right).abs().max()) <= 2 * float((theirs - right).abs().max()) + least
+        )
 
 
 @pytest.fixture
