@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.kernels.programs import lowered
 
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
@@ -80,3 +82,36 @@ def test_chains_whose_blocks_bring_more_than_they_multiply_are_two_kernels() -> 
     args = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in sizes)
     done = lowering(capture(mixed, args, {}).program, Options(target="sm_90a", libraries="never"))
     assert not [s for s in done.loop.steps if isinstance(s, l.Kernel) and chain(s) is not None]
+
+
+def gelu_between(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ w) @ v
+
+
+def causal(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Heads that share keys."""
+    kv = k.expand(-1, q.shape[1], -1, -1)
+    return torch.nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "axes"),
+    [
+        (gelu_between, ((16, 64, 49, 64), (64, 256), (256, 64)), 2),
+        (causal, ((2, 8, 512, 64), (2, 1, 512, 64)), 4),  # masks ask which token of a head a row is
+    ],
+)
+def test_rows_of_several_axes_are_one(fn: Any, shapes: tuple[tuple[int, ...], ...], axes: int) -> None:
+    """Of windows of 49 rows no tile has as many; beside 50,176 rows tiles of 128 leave no rest."""
+    given = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in shapes]
+    done = lowering(capture(fn, tuple(given)).program, Options(target="sm_90a", libraries="never"))
+    ((_, schedule),) = done.at("tile").schedules
+    assert len([a for a, _ in schedule.axes if a.startswith("a")]) == axes
+
+
+def test_rows_of_windows_are_right() -> None:
+    torch.manual_seed(0)
+    given = tuple(torch.randn(s).mul(0.2).bfloat16() for s in ((2, 3, 49, 64), (64, 128), (128, 64)))
+    (ours,) = lowered(gelu_between, given, "sm_90a").simulated()
+    right = gelu_between(*(x.double() for x in given)).numpy()
+    assert np.abs(np.asarray(ours, np.float64) - right).max() <= 2**-6 * np.abs(right).max()

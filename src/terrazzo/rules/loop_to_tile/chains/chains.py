@@ -18,7 +18,7 @@ from terrazzo.rules.loop_to_tile.chains import chain_groups
 from terrazzo.rules.loop_to_tile.chains.chain import Chain, chain
 from terrazzo.rules.loop_to_tile.chains.chain_groups import Groups, on_warpgroups
 from terrazzo.rules.loop_to_tile.chains.chain_schedules import FEW, Warps, arrangements, on_warps
-from terrazzo.rules.loop_to_tile.chains.few_rows import MOST, share_rows, split_frames
+from terrazzo.rules.loop_to_tile.chains.few_rows import MOST, rows_in_line, share_rows, split_frames
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
 from terrazzo.rules.loop_to_tile.walked.threads import WARP, ceil
 from terrazzo.rules.tile.complete import Refused, complete
@@ -63,8 +63,10 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
 
 
 def formed(kernel: l.Kernel) -> Chain | None:
-    """The kernel as a chain, few rows made one axis with those that share their keys; None where it is none."""
-    found = chain(kernel)
+    """The kernel as a chain, rows made one axis with those behind them, and few rows with those that share their keys;
+    None where it is none.
+    """
+    found = chain(rows_in_line(kernel))
     return chain(share_rows(kernel)) if found is None or found.rows.extent <= FEW else found
 
 
@@ -92,7 +94,7 @@ def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
 
 def _on_groups(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
     """Nanoseconds of a chain in each of its ways on warpgroups."""
-    found = chain(kernel)
+    found = chain(rows_in_line(kernel))
     if found is None or any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
         return
     yield from (x[0] for x in _priced(found, gpu) if not isinstance(x, str))

@@ -5,6 +5,7 @@ together, and blocks share the steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.fusion.inline import guarded, rewrite_loads, select
 from terrazzo.rules.loop_to_tile.chains.chain import chain, nested
+from terrazzo.rules.loop_to_tile.reductions.rows import in_line
 from terrazzo.rules.loop_to_tile.reductions.split import axis_of_pieces
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile.frames import Framed, at, reductions, weight
@@ -86,12 +88,28 @@ def _divided(kernel: l.Kernel) -> l.Kernel | None:
 
 def _merged(kernel: l.Kernel) -> l.Kernel:
     """All rows that share the steps' operands as one axis: heads of a group, of each of a few tokens."""
+    rows = _rows(kernel)
+    return _as_one(kernel, rows) if len(rows) > 1 and math.prod(map(_size, rows)) <= MOST else kernel
+
+
+def rows_in_line(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with all rows that share the steps' operands as one axis, where they lie one after the other in all that
+    is read and stored of them: tokens of several texts, or windows, of 49 each, say, which no tile has as many rows as.
+    """
+    rows = _rows(kernel)
+    known = all(isinstance(x.extent, int) and x.extent > 0 for x in rows)
+    return _as_one(kernel, rows) if len(rows) > 1 and known and in_line(kernel, rows) else kernel
+
+
+def _rows(kernel: l.Kernel) -> list[Any]:
+    """The axes of a chain that only its first factor knows."""
     if (c := chain(kernel)) is None:
-        return kernel
+        return []
     a, *others = c.operands
-    rows = [x for x in kernel.axes if x in a.free and not any(x in y.free for y in others)]
-    if len(rows) < 2 or math.prod(map(_size, rows)) > MOST:
-        return kernel
+    return [x for x in kernel.axes if x in a.free and not any(x in y.free for y in others)]
+
+
+def _as_one(kernel: l.Kernel, rows: Sequence[Any]) -> l.Kernel:
     flat = Var(rows[0].name, math.prod(map(_size, rows)))
     new = dict(zip(rows, unflatten(flat, tuple(x.extent for x in rows)), strict=True))
     stores = substituted(kernel.stores, new)

@@ -61,16 +61,20 @@ def flattened(kernel: l.Kernel) -> l.Kernel:
     rows, inner, top = parts(kernel)
     found = merge_axes(kernel, sorted(inner, key=lambda a: -_far(kernel.stores, a))) if top else kernel
     if column_of(rows, top) is None:
-        return merge_axes(found, rows) if top and _in_line(found, rows) else found
+        return merge_axes(found, rows) if top and in_line(found, rows) else found
     return merge_axes(found, sorted(rows, key=lambda a: -_far(sorted(loaded(top), key=bytes_of, reverse=True), a)))
 
 
-def _in_line(kernel: l.Kernel, rows: Sequence[Any]) -> bool:
+def in_line(kernel: l.Kernel, rows: Sequence[Any]) -> bool:
     """Whether each row lies behind the one before it, whichever axis counts them, in all that is read and stored of
-    several rows.
+    several rows, and nothing else is made of their numbers.
     """
     for x in topological(kernel.stores):
+        if isinstance(x, l.Index) and x.free & frozenset(rows):
+            return False
         if isinstance(x, l.Load | l.Store) and x.free & frozenset(rows):
+            if isinstance(x, l.Load) and x.inside:
+                return False
             place = flatten(x.index, x.buffer.type.element_strides)
             far = [d for a in rows if isinstance(d := coefficient(place, a), int)]
             inner = [d * size_of(a) for d, a in zip(far, rows, strict=False)]
