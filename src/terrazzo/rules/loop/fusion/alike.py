@@ -32,42 +32,7 @@ def alike(first: l.Kernel, second: l.Kernel) -> bool:
 def along(reader: l.Kernel, kernel: l.Kernel) -> l.Kernel | None:
     """`kernel` over the axes of its reader, which reads each element it stores once, in the order of memory but as that
     of another shape: what a linear layer stores as rows, say, which are tokens of several texts. None where it is no
-    such reader.
-
-    @loop
-    def f(x: f32[6, 4]):
-        with kernel('y', y=f32[6, 4]):
-            for a0 in free(6):
-                for a1 in free(4):
-                    in0 = x[a0, a1]
-                    v0 = exp(in0)
-                    y[a0, a1] = v0
-        with kernel('z', z=f32[2, 3, 4]):
-            for a0 in free(2):
-                for a1 in free(3):
-                    for a2 in free(4):
-                        in0 = y[a0 * 3 + a1, a2]
-                        v0 = neg(in0)
-                        z[a0, a1, a2] = v0
-        return (y, z)
-    =>
-    @loop
-    def f(x: f32[6, 4]):
-        with kernel('y', y=f32[6, 4]):
-            for a0 in free(2):
-                for a1 in free(3):
-                    for a2 in free(4):
-                        in0 = x[a0 * 3 + a1, a2]
-                        v0 = exp(in0)
-                        y[a0 * 3 + a1, a2] = v0
-        with kernel('z', z=f32[2, 3, 4]):
-            for a0 in free(2):
-                for a1 in free(3):
-                    for a2 in free(4):
-                        in0 = y[a0 * 3 + a1, a2]
-                        v0 = neg(in0)
-                        z[a0, a1, a2] = v0
-        return (y, z)
+    such reader; y[a0 * 3 + a1, a2] is one of y[6, 4], over axes of 2, 3 and 4.
     """
     loads = [x for x in topological(reader.stores) if isinstance(x, l.Load) and x.buffer in kernel.writes]
     at = {x.index for x in loads}
