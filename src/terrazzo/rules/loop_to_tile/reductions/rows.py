@@ -22,7 +22,8 @@ def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
     top = _outermost(kernel)
     rows = _rows(kernel, top)
     top = [r for r in top if r.free <= frozenset(rows)]
-    rest = [a for a in kernel.axes if a not in ordered(kernel)]
+    one_by_one = ordered(kernel)
+    rest = [a for a in kernel.axes if a not in one_by_one]
     return [a for a in rest if a in rows], [a for a in rest if a not in rows], top
 
 
