@@ -119,10 +119,9 @@ def _by_name(combine: Combine, xs: Sequence[Any]) -> list[Callable[[], Any]]:
     import torch
 
     earlier, later = ([Polynomial.of(f"{side}{k}") for k in range(len(xs))] for side in ("earlier", "later"))
+    plain = getattr(combine, "forward", combine)  # a graph that is called as a module prints what fails in it
     try:
-        results = getattr(combine, "forward", combine)(
-            *earlier, *later
-        )  # a graph called as a module tells all failures
+        results = plain(*earlier, *later)
     except Exception:  # it may do with its operands whatever it likes
         return []
     results = list(results) if isinstance(results, tuple | list) else [results]
