@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -271,6 +272,45 @@ def test_a_program_that_runs_as_graphs_is_captured_in_another_graph(tmp_path: Pa
         graph.replay()
         torch.testing.assert_close(y, exact(x.double()).float(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(compiled(x), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_captured_graph_outlives_the_program(branched: bool, tmp_path: Path) -> None:
+    """Its temporaries are its own, and what was kept of frozen weights stays as long as these."""
+    import torch
+
+    if branched:
+        net: Any = torch.nn.GRU(64, 64, 1, bidirectional=True, device="cuda").eval()
+    else:
+        wide = [m for _ in range(3) for m in (torch.nn.Linear(768, 3000), torch.nn.GELU(), torch.nn.Linear(3000, 768))]
+        net = torch.nn.Sequential(*wide).cuda().eval()
+    x = torch.randn(12, 8, 64, device="cuda") if branched else torch.randn(1024, 768, device="cuda")
+    options = Options(cache_dir=tmp_path, fp32="split", libraries="never", freezing=True)
+    with torch.no_grad():
+        compiled = terrazzo.compile(net, x, options=options)
+        compiled(x)
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        found = []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                y = compiled(x)
+                found.append(y[0] if branched else y)
+        del compiled
+        gc.collect()
+        torch.cuda.empty_cache()
+        other = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(8)]
+        exact = copy.deepcopy(net).double()(x.double())
+        for k, graph in enumerate(graphs * 3):  # at the same time
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                graph.replay()
+            if k % 2:
+                torch.cuda.synchronize()
+        for y in found:
+            torch.testing.assert_close(y, (exact[0] if branched else exact).float(), rtol=1e-4, atol=1e-4)
+        assert all(bool(t.isnan().all()) for t in other)
 
 
 class Recorder:

@@ -49,9 +49,10 @@ class Compiled:
     """A program bound to its weights, ready to be called with its varying inputs, in order.
 
     Calls are re-entrant: each takes a frame (temporaries and prepared arguments) from the pool of its queue of work
-    (PyTorch's stream). `once` computes what depends on frozen inputs alone, which `plan` takes as further inputs.
-    `program`, `log` and `sources` are there when this process compiled the program, and empty when it came from the
-    cache.
+    (PyTorch's stream). One that is captured as part of a graph has a frame of its own, whose temporaries lie in the
+    memory of that graph, as PyTorch's would: it may be replayed on any stream, and when the program is gone. `once`
+    computes what depends on frozen inputs alone, which `plan` takes as further inputs. `program`, `log` and `sources`
+    are there when this process compiled the program, and empty when it came from the cache.
     """
 
     plan: Plan
@@ -64,7 +65,7 @@ class Compiled:
     log: Log = field(default_factory=Log)
     sources: list[tuple[str, str]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
-    frames: dict[tuple[int, bool], list[Frame]] = field(default_factory=dict)
+    frames: dict[int, list[Frame]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made = self.once.results if self.once else ()
@@ -139,9 +140,9 @@ class Compiled:
         if not self.at_once:
             self.machine.before()
             queue = self.machine.queue()
-        captured = (self.branched or self.as_graph) and self.machine.capturing()
+        captured = not self.at_once and self.machine.capturing()
         beside = self.branched and captured
-        pool = self.frames.setdefault((queue, captured), [])
+        pool = [] if captured else self.frames.setdefault(queue, [])
         try:
             frame = pool.pop()
         except IndexError:  # a graph of ours cannot be made while another is captured, which takes the launches singly

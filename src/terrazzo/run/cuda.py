@@ -82,6 +82,10 @@ def architecture(index: int = 0) -> str:
     )
 
 
+_FLAGS: list[Any] = []
+"""What kernels note errors in. It stays to the end, as modules do: a graph that captured them may outlive a program."""
+
+
 class Cuda:
     """A GPU as a place where plans run."""
 
@@ -167,6 +171,7 @@ class Cuda:
         self.steps = steps = plan.steps
         if any(s.launch and s.launch[3] for s in steps):
             self.flags = torch.zeros(len(steps), dtype=torch.int32, pin_memory=True)
+            _FLAGS.append(self.flags)
             self.raised, self.unraised = memoryview(self.flags.numpy()).cast("B"), bytes(4 * len(steps))
         with torch.cuda.device(self.index):
             torch.cuda.mem_get_info()  # makes the context, in this thread too

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 _version = attrgetter("_version")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Made:
-    """What was computed of tensors, and what was known of these then."""
+    """What was computed of tensors, what was known of these then, and whether a graph has captured where it lies."""
 
     of: tuple[weakref.ref[Any], ...]
     state: tuple[list[int], list[int]]
     values: list[Any]
+    captured: bool = False
 
 
 class Once:
@@ -55,6 +56,9 @@ class Once:
                 if not _holds(found := self.made.get(key), given, state):
                     found = self._make(key, given, state)
         assert found is not None
+        if not found.captured and self.compiled.machine.capturing():
+            found.captured = True  # the graph may outlive the program, though not the memory that it reads
+            weakref.finalize(given[0].untyped_storage(), found.values.clear).atexit = False
         return dict(zip(self.results, found.values, strict=True))
 
     def _make(self, key: tuple[int, ...], given: list[Any], state: tuple[list[int], list[int]]) -> _Made:
@@ -67,7 +71,7 @@ class Once:
         with torch.inference_mode(False), torch.no_grad():
             values = self.compiled(given)
             if machine.capturing():
-                return _Made((), state, values)
+                return _Made((), state, values, captured=True)
             machine.settle()  # any stream may read it, and none still reads what was there
             self.compiled.frames.clear()  # with their temporaries
             old = self.made.get(key)
