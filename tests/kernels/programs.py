@@ -151,6 +151,10 @@ CASES: dict[str, Case] = {
     "embedding": Case(lambda i, w: F.embedding(i, w), lambda: (n(50, 7, 9), r(50, 64))),
     "gather": Case(lambda x, i: torch.gather(x, 1, i), lambda: (r(5, 40), n(40, 5, 13))),
     "index": Case(lambda x, i: x[:, i] * 2, lambda: (r(6, 30), n(30, 17))),
+    "places that come from long numbers": Case(
+        lambda x, i: (x[torch.arange(4096) * 1048573 % 100], i + torch.arange(4096) * 1048573),
+        lambda: (r(100, 3), n(50, 1)),
+    ),
     "cat": Case(lambda x, y: torch.cat([x, y], 1) * 2, lambda: (r(5, 7), r(5, 9))),
     "padded": Case(lambda x: F.pad(x, (2, 3, 1, 0), value=1.5), lambda: (r(6, 17),)),
     "rotary": Case(rotary, lambda: (r(2, 5, 32), r(5, 32), r(5, 32))),

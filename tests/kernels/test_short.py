@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,13 @@ import torch.nn.functional as F
 from tests.kernels.programs import b, lowered, r
 
 from terrazzo.interp.loop import run_kernel
+from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.ranges import range_of
 from terrazzo.ir.types import Type, f32, f64, i64
 from terrazzo.targets.cuda.emit import emit
+from terrazzo.targets.terms import Scope, index
 
 RESIZED: dict[str, Any] = {
     "linear": lambda x: F.interpolate(x, size=(19, 11), mode="bilinear"),
@@ -71,6 +75,63 @@ def test_data_says_where() -> None:
     text = "".join(emit(kernel)[1] for kernel in found.kernels)
     assert "tz_at" in text and "i64" in text
     np.testing.assert_array_equal(found.simulated()[0], found.args[0][found.args[1]].numpy())
+
+
+@dataclass
+class Whole:
+    """A number of C: in 32 bits it must fit into these, and beside one of 64 bits it has as many."""
+
+    value: int
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        assert abs(self.value) < 1 << (self.bits - 1), f"{self.value} has more than {self.bits} bits"
+
+    def with_(self, other: Any, result: Callable[[int, int], int]) -> Whole:
+        x = other if isinstance(other, Whole) else Whole(other, 32 if abs(other) < 1 << 31 else 64)
+        return Whole(result(self.value, x.value), max(self.bits, x.bits))
+
+    def __add__(self, other: Any) -> Whole:
+        return self.with_(other, lambda a, b: a + b)
+
+    def __sub__(self, other: Any) -> Whole:
+        return self.with_(other, lambda a, b: a - b)
+
+    def __mul__(self, other: Any) -> Whole:
+        return self.with_(other, lambda a, b: a * b)
+
+    def __truediv__(self, other: Any) -> Whole:
+        return self.with_(other, lambda a, b: a // b)
+
+    def __mod__(self, other: Any) -> Whole:
+        return self.with_(other, lambda a, b: a % b)
+
+    def __neg__(self) -> Whole:
+        return Whole(-self.value, self.bits)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_indices_are_as_long_as_what_they_come_by(seed: int) -> None:
+    """Where buffers are short, indices are of 32 bits, but for sums that have more before a division."""
+    rng = np.random.default_rng(seed)
+    axes = [Var(f"a{n}", int(rng.integers(2, 1 << rng.integers(2, 20)))) for n in range(3)]
+
+    def linear() -> Any:
+        return sum((a * int(rng.integers(-1, 2) * rng.integers(1 << rng.integers(1, 24))) for a in axes), 0)
+
+    x = linear()
+    for _ in range(2):
+        x = (x + linear()) % int(rng.integers(2, 1 << 20)) * int(rng.integers(1, 2000)) + linear()
+        x = x // int(rng.integers(1, 1000))
+    text = index(x, Scope({a: a.name for a in axes}, whole="int"))
+    text = text.replace("(i64)", "one * ")
+    for _ in range(50):
+        at = {a.name: int(rng.choice([0, a.extent - 1, rng.integers(a.extent)])) for a in axes}  # type: ignore[call-overload]
+        names = {name: Whole(value) for name, value in at.items()}
+        helpers = {"tz_fdiv": lambda a, b: a / b, "tz_fmod_index": lambda a, b: a % b, "one": Whole(1, 64)}
+        found = eval(text, {**names, **helpers})
+        wanted = evaluate(x, {a: at[a.name] for a in axes})
+        assert (found.value if isinstance(found, Whole) else found) == wanted
 
 
 @pytest.mark.filterwarnings("error")

@@ -151,6 +151,19 @@ class Sum(Expr, dialect="index", op="sum"):
             hi = None if hi is None or b is None else hi + b
         return lo, hi
 
+    @derived
+    def on_the_way(self) -> Range:
+        """What multiplying and adding up its terms can give, whichever come first: a sum of 3 * 10**9 * x and its
+        opposite is 0, and on the way there it is not.
+        """
+        lo: int | None = min(self.constant, 0)
+        hi: int | None = max(self.constant, 0)
+        for coefficient, factors in self.terms:
+            a, b = _times_range((coefficient, coefficient), _product_range(factors))
+            lo = None if lo is None or a is None else lo + min(a, 0)
+            hi = None if hi is None or b is None else hi + max(b, 0)
+        return lo, hi
+
 
 class FloorDiv(Expr, dialect="index", op="floordiv"):
     """a // b, rounded towards minus infinity, where no rule could remove the division."""

@@ -53,16 +53,18 @@ class Scope:
 
 
 def index(e: IntExpr, scope: Scope) -> str:
-    """An index expression in int64_t arithmetic; floor division and remainder where the operand may be negative."""
+    """An index expression in arithmetic of the scope's type, or in int64_t where that does not hold what it comes by;
+    floor division and remainder where the operand may be negative.
+    """
     if isinstance(e, int):
         return str(e)
     if e in scope.names:
         return scope.names[e]
     match e:
         case Sum():
-            text = ""
+            text, wide = "", "" if scope.whole == "i64" or _short_range(e.on_the_way) else "(i64)"
             for c, fs in sorted(e.terms, key=lambda x: x[0] < 0):
-                product = " * ".join([*(index(f, scope) for f in fs), *([str(abs(c))] if abs(c) != 1 else [])])
+                product = wide + " * ".join([*(index(f, scope) for f in fs), *([str(abs(c))] if abs(c) != 1 else [])])
                 text += (" - " if c < 0 else " + ") + product if text else "-" * (c < 0) + product
             if e.constant or not text:
                 text += f" {'-' if e.constant < 0 else '+'} {abs(e.constant)}" if text else str(e.constant)
@@ -194,9 +196,13 @@ def _short(x: Any, scope: Scope) -> str:
         return ""
     if isinstance(whole, Node) and any(isinstance(y, Loaded) for y in topological([whole])):
         return ""
-    low, high = bounds(whole)
-    fits = low is not None and high is not None and low > -(1 << 31) and high < 1 << 31
-    return f"(int32_t){index(whole, scope)}" if fits else ""
+    return f"(int32_t){index(whole, scope)}" if _short_range(bounds(whole)) else ""
+
+
+def _short_range(found: tuple[int | None, int | None]) -> bool:
+    """Whether all of a range fits into 32 bits."""
+    low, high = found
+    return low is not None and high is not None and low > -(1 << 31) and high < 1 << 31
 
 
 def apply(x: l.Apply, scope: Scope) -> str:
