@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from terrazzo.run.tensors import Expected
 if TYPE_CHECKING:
     from terrazzo.run.frame import Frame
 
+_NOTHING = nullcontext()
 Made = Callable[[Mapping[int, Any]], Any]
 
 
@@ -40,11 +42,21 @@ class Called:
         self.operator = operator(in_place_variant(step.name) if self.there else step.name)
         self.from_begin = step.name.startswith("aten.as_strided")
         self.results = [None if k is None else self._result(k) for k in step.results]
+        self.alone = self._alone()
 
-    def _looked_up(self, given: list[int]) -> list[tuple[int, Any]]:
-        """The tensors it is given; those that lie in the frame's memory are there from the start."""
+    def _alone(self) -> _Result | None:
+        """The result, where the op has one that may lie wherever it likes."""
+        if len(self.results) > 1 or (x := self.results[0]) is None:
+            return None
+        return None if x.empty or x.apart or self.slots[x.slot].kind == "result" else x
+
+    def _looked_up(self, given: list[int]) -> list[tuple[int, Any, bool]]:
+        """The tensors it is given; those that lie in the frame's memory are there from the start, and others may be
+        views of one.
+        """
         frame = self.frame
-        return [(k, frame.view(k, {}) if frame.root.get(k, k) in frame.layout.offsets else None) for k in given]
+        root = {k: frame.root.get(k, k) for k in given}
+        return [(k, frame.view(k, {}) if at in frame.layout.offsets else None, at != k) for k, at in root.items()]
 
     def _made(self, value: Any) -> Made | Any:
         """What makes an argument of what is given, or the argument where it holds no tensor."""
@@ -63,7 +75,7 @@ class Called:
 
     def _result(self, k: int) -> _Result:
         """What is known of a result."""
-        frame, slots, given = self.frame, self.slots, [n for n, _ in self.mine]
+        frame, slots, given = self.frame, self.slots, [n for n, *_ in self.mine]
         own = {n for n in given if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
         lost = given if k in frame.overwritten else frame.overwritten
         apart = (n for n in given if n in lost or (n not in own and not _may_share(slots[n], slots[k])))
@@ -74,17 +86,25 @@ class Called:
         import torch
 
         frame = self.frame
-        given = {k: frame.view(k, tensors) if lying is None else lying for k, lying in self.mine}
+        given = {
+            k: lying if lying is not None else frame.view(k, tensors) if viewed else tensors[k]
+            for k, lying, viewed in self.mine
+        }
         args = [x(given) for x in self.args]
         if self.from_begin and args[0].storage_offset():  # it counts from where memory begins: in an arena, there lie
             args[0] = args[0].clone()  # others
         try:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
                 out = self.operator(*args, **{name: x(given) for name, x in self.kwargs})
         except Exception as error:
             note(error, *(self.slots[x.slot].name for x in self.results if x is not None))
             raise
         if self.there:
+            return
+        if (alone := self.alone) is not None and not isinstance(out, (tuple, list)):
+            kept = out if alone.expected.may_keep(out, ()) else alone.expected.empty().copy_(out)
+            tensors[alone.slot] = kept
+            frame.point({alone.slot: kept})
             return
         places = {k: _place(t) for k, t in given.items()}
         made: dict[int, Any] = {}

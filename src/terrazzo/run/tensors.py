@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Collection
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -49,7 +49,7 @@ class Expected:
         torch.as_strided(found, found[one].shape, slot.strides).copy_(values[one])
         return found
 
-    def may_keep(self, t: Any, others: Set[int]) -> bool:
+    def may_keep(self, t: Any, others: Collection[int]) -> bool:
         """Whether a tensor that an op gave can stand for this one: it lies as it should, in memory that is none of
         these.
         """
@@ -57,7 +57,7 @@ class Expected:
         if not (fits and t.shape == self.slot.shape and _strides_fit(t, self.slot)) or t.is_neg() or t.is_conj():
             return False
         aligned = self.anywhere or not t.data_ptr() % ALIGNED
-        return aligned and type(t) is self.plain and t.untyped_storage().data_ptr() not in others
+        return aligned and type(t) is self.plain and not (others and t.untyped_storage().data_ptr() in others)
 
     def check(self, t: Any) -> Any:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
