@@ -156,3 +156,17 @@ def test_a_convolution_is_not_stored_window_by_window(dtype: torch.dtype, stride
     kernels = fused(windows, ((32, 64, 64, 64), (64, 64, 3, 3)), dtype, "sm_90a")
     (kernel,) = [x for x in kernels if product(x) is not None]
     assert [s.buffer.type.rank for s in kernel.stores] == [4]
+
+
+def test_what_windows_read_beyond_the_edge_is_stored_first() -> None:
+    """In float32: it is 0 there, and one more than that is not, so it would have no parts for tensor cores. Without an
+    edge, parts are of what is computed.
+    """
+    x, w = torch.randn(2, 32, 16, 16), torch.randn(64, 32, 3, 3)
+
+    def made(padding: int) -> list[str]:
+        program = capture(lambda x, w: F.conv2d(x + 1, w, padding=padding), (x, w), {}).program
+        found = stages(program, Options(target="sm_90a", libraries="never"), Log(), UPPER)[-1][1]
+        return [s.name for s in found.steps]
+
+    assert made(1) == ["add", "convolution"] and made(0) == ["convolution"]

@@ -79,6 +79,19 @@ def apart(a: Any, b: Any) -> float:
     return float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean()))
 
 
+def test_what_is_computed_on_its_way_is_stored_and_scaled() -> None:
+    """A factor that is no tensor in memory becomes one, where that gains."""
+
+    def grown(x: Any, w: Any) -> Any:
+        return F.conv2d(x.exp(), w)
+
+    x, w = torch.randn(3, 6, 5, 4), torch.randn(7, 6, 1, 1) * 1e-3
+    first, *_, last = in_parts(grown, (x, w)).steps
+    assert isinstance(first, l.Kernel) and first.name == "x_whole"
+    assert {b.name for b in last.reads} == {"x_whole_1", "x_whole_root", "w_1", "w_root"}
+    assert apart(run(grown, (x, w))[0], grown(x.double(), w.double()).numpy()) < 2.0**-11
+
+
 def test_only_convolutions_have_them_and_where_the_switch_says_so() -> None:
     x, w = torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3)
     assert "tf32_mul" in show(upper(small, (x, w)))

@@ -23,6 +23,7 @@ from terrazzo.rules.loop.cost import Rates, on_matrix
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.fusion.across import rows_first
 from terrazzo.rules.loop.fusion.alike import alike, along, crossed, multiplied_under_windows
+from terrazzo.rules.loop.fusion.edges import beyond_edges
 from terrazzo.rules.loop.fusion.fused import (
     LARGEST,
     is_view,
@@ -219,8 +220,8 @@ class _Fusion:
     def _inline(self, group: list[int], readers: list[int]) -> None:
         """Inline what some kernels store into all their readers, if that is cheaper."""
         kernels = [self.kernels[i] for i in group]
-        name = ", ".join(kernel.name for kernel in kernels)
-        if reason := next(filter(None, map(self._pinned, kernels)), ""):
+        name, reason = ", ".join(kernel.name for kernel in kernels), next(filter(None, map(self._pinned, kernels)), "")
+        if reason := reason or beyond_edges(kernels, [self.kernels[j] for j in readers], self.rates):
             self._skip("inline", name, reason)
             return
         forms = [k.form for k in kernels], [self.kernels[j].form for j in readers]

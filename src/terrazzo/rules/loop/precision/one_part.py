@@ -50,9 +50,14 @@ def why_not(c: Contraction) -> str:
     """Why a product's factors are not one part each; nothing where they may be."""
     if len(c.terms) != 1:
         return "it has several terms"
-    if any(not isinstance(x, l.Load) or x.dtype is not f32 for x in c.operands):
-        return "what is scaled is a tensor in memory"
+    if any(x.dtype is not f32 for x in c.operands):  # type: ignore[attr-defined]
+        return "what is scaled is a number in float32"
     return ""
+
+
+def in_memory(c: Contraction) -> bool:
+    """Whether a product's factors are tensors in memory; what is computed on its way is stored first."""
+    return all(isinstance(x, l.Load) for x in c.operands)
 
 
 def rows_of(x: l.Load, c: Contraction) -> tuple[int, ...]:
@@ -99,13 +104,13 @@ def makers(
     return found, [l.Kernel(found.root.name, here, (first,), source), l.Kernel(name, every, (second,), source)]
 
 
-def multiplied(kernel: l.Kernel, c: Contraction, found: Mapping[l.Load, Single]) -> l.Kernel:
-    """A kernel whose product is that of the parts of its factors."""
+def multiplied(kernel: l.Kernel, c: Contraction, found: Mapping[Node, tuple[l.Load, Single]]) -> l.Kernel:
+    """A kernel whose product is that of the parts of its factors, each with where it is loaded from."""
     axes, _ = l.open_binder(c.reduce)
     own = dict(zip(c.reduce.axes, axes, strict=True))
-    loads = [x for x in map(operand, c.terms[0]) if isinstance(x, l.Load)]
-    parts = [apply("f32", substitute(l.Load(found[x].part, x.index, x.inside), own)) for x in loads]
-    root = apply("mul", *(found[x].rooted(x.index) for x in loads))
+    factors = [found[x] for x in map(operand, c.terms[0])]
+    parts = [apply("f32", substitute(l.Load(x.part, at.index, at.inside), own)) for at, x in factors]
+    root = apply("mul", *(x.rooted(at.index) for at, x in factors))
     total = l.Reduce.make(c.reduce.monoid, axes, (apply("mul", *parts),))
     value = apply("mul", apply("mul", total, root), root)
     return l.Kernel(

@@ -274,8 +274,9 @@ class _Parts:
         there for products that have no other way.
         """
         channels, sums = along_channels(kernel), along_sums(kernel)
-        single = self.rough and len(products) == 1 and not one_part.why_not(products[0])
-        if single:
+        alone = self.rough and len(products) == 1 and not one_part.why_not(products[0])
+        single = alone and one_part.in_memory(products[0])
+        if alone:
             yield _Way(single=True)
             yield from (_Way(single=True, inner=inner) for inner in (channels, sums) if inner)
         yield _Way(resort=single)
@@ -440,14 +441,29 @@ class _Parts:
         """A kernel whose product is one of float16, after those that store its factors so."""
         at, found = self.steps.index(kernel), {}
         for x in c.operands:
-            assert isinstance(x, l.Load)
-            key = x.buffer, one_part.rows_of(x, c), self.way.inner.get(x.buffer)
+            load = x if isinstance(x, l.Load) else self.stored(x, c, kernel)
+            at = self.steps.index(kernel)
+            key = load.buffer, one_part.rows_of(load, c), self.way.inner.get(load.buffer)
             if key not in self.single:
                 self.single[key], makers = one_part.makers(*key, kernel.source, self.fresh)
                 self.steps[at:at] = makers
-                at += len(makers)
-            found[x] = self.single[key]
+            found[x] = load, self.single[key]
         return one_part.multiplied(kernel, c, found)
+
+    def stored(self, x: Node, c: Contraction, reader: l.Kernel) -> l.Load:
+        """A factor that is computed on its way, in memory at every point of its axes, before who multiplies it."""
+        term, free, *_ = key = (*self.key(x, c, reader), "whole")
+        if key not in self.made:
+            name = next((y.buffer.name for y in topological([x]) if isinstance(y, l.Load)), "factor")
+            place = l.Buffer(self.fresh(f"{name}_whole"), Type(f32, tuple(a.extent for a in free)))
+            axes = tuple(Var(f"a{n}", a.extent) for n, a in enumerate(free))
+            value = substitute(term, dict(zip(free, axes, strict=True)))
+            maker = l.Kernel(place.name, axes, (l.Store(place, axes, value),), reader.source)
+            self.steps.insert(self.steps.index(reader), maker)
+            self.made[key] = (place,)
+        (buffer,) = self.made[key]
+        assert buffer is not None
+        return l.Load(buffer, free)
 
     def fresh(self, name: str) -> str:
         """A name that no buffer has."""
