@@ -8,7 +8,7 @@ are views of it, and results are stored where the whole result is (`ir/regions.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,17 +18,18 @@ from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Var
-from terrazzo.ir.node import per_node, topological
+from terrazzo.ir.node import topological
 from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.rules.loop.memory.windows import (
     Group,
+    Reading,
     Windows,
     along_axis,
     in_ranges,
+    loads_of,
     windowed,
-    windows_needed,
     windows_read,
 )
 
@@ -252,15 +253,9 @@ def _swells(group: Group) -> bool:
     return sum(b.type.span for b in within) > sum(b.type.span for b in without)
 
 
-@per_node
-def _every_load(kernel: l.Kernel) -> tuple[l.Load, ...]:
-    """All that a kernel loads."""
-    return tuple(x for x in kernel.terms if isinstance(x, l.Load))
-
-
 def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
     """Where a step loads from a buffer."""
-    return [x for x in _every_load(step) if x.buffer is b] if isinstance(step, l.Kernel) else []
+    return [x for x in loads_of(step) if x.buffer is b] if isinstance(step, l.Kernel) else []
 
 
 def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
@@ -272,8 +267,9 @@ def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
         others = {r: m for r, m in others.items() if r not in readers and r not in makers}
         if not others:
             break
+        reading = Reading(readers, makers)
         for other, maker in others.items():  # they go along if they read the same windows
-            along = _alike(maker, readers, makers, other)  # type: ignore[arg-type]
+            along = _alike(maker, reading, other)
             if along is None:
                 refused.add(maker)
             else:
@@ -297,7 +293,7 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
         front, whole = list(readers), set[l.Kernel]()
         while front:
             k = front.pop()
-            for x in _every_load(k):
+            for x in loads_of(k):
                 maker = uses.maker.get(x.buffer)
                 if not isinstance(maker, l.Kernel) or maker in never or maker in readers:
                     continue
@@ -314,22 +310,21 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
             return dict.fromkeys(sorted(makers, key=uses.place.__getitem__))
 
 
-def _alike(
-    maker: l.Kernel, readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel], other: l.Kernel
-) -> Var | None:
+def _alike(maker: l.Kernel, reading: Reading, other: l.Kernel | l.Call) -> Var | None:
     """The axis along which another kernel reads the windows that readers read of what one makes, or else those that
     makers need for these.
     """
-    for axis in (a for a in getattr(other, "axes", ()) if isinstance(a.extent, int)):
-        extents: list[Any] = [axis.extent, *(a.extent for a in readers.values())]
+    if not isinstance(other, l.Kernel):
+        return None
+    for axis in (a for a in other.axes if isinstance(a.extent, int)):
+        extents: list[Any] = [axis.extent, *reading.extents]
         least = min(extents)
         if least < 1 or any(n % least for n in extents):
             continue
         count = 2 if least % 2 == 0 else least
         theirs = windows_read(other, axis, maker, count)
-        read = {x for k, a in readers.items() for x in windows_read(k, a, maker, count)}
-        if theirs and theirs <= (read or windows_needed(readers, makers, maker, count)):
-            return axis  # type: ignore[no-any-return]
+        if theirs and theirs <= (reading.themselves(maker, count) or reading.through_others(maker, count)):
+            return axis
     return None
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
-from terrazzo.ir.node import substitute
+from terrazzo.ir.node import per_node, substitute
 from terrazzo.ir.regions import LINE, WHOLE, WINDOW
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.loop.definitions import unused
 
 Range = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a window begins in each dimension, and how large it is."""
+Places = frozenset[tuple[Any, IntExpr]]
+"""What axes are in a window."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +118,46 @@ def _read(kernel: l.Kernel, at: Mapping[Any, IntExpr], wanted: Collection[l.Buff
     """Where loads of what is wanted go through windows, with what axes are there; one window for those that overlap.
     None if that cannot be said.
     """
-    loads = [x for x in kernel.terms if isinstance(x, l.Load) and x.buffer in wanted and not x.free.isdisjoint(at)]
-    parts = {x: ranged(x.index, at, x.buffer.type) for x in loads}
-    windows: dict[l.Buffer, dict[Range, Range]] = {}
-    for x, part in parts.items():
+    found: dict[l.Load, Range] = {}
+    for b, mine in _read_of_each(kernel, frozenset(at.items())):
+        if b in wanted:
+            if mine is None:
+                return None
+            found |= mine
+    return {x: found[x] for x in loads_of(kernel) if x in found}
+
+
+@remembered
+def _read_of_each(kernel: l.Kernel, places: Places) -> tuple[tuple[l.Buffer, dict[l.Load, Range] | None], ...]:
+    """The same of each buffer that is read in windows."""
+    at = dict(places)
+    parts: dict[l.Buffer, dict[l.Load, Range | None]] = {}
+    for x in loads_of(kernel):
+        if not x.free.isdisjoint(at):
+            parts.setdefault(x.buffer, {})[x] = ranged(x.index, at, x.buffer.type)
+    return tuple((b, _overlapping(mine)) for b, mine in parts.items())
+
+
+@per_node
+def loads_of(kernel: l.Kernel) -> tuple[l.Load, ...]:
+    """All that a kernel loads."""
+    return tuple(x for x in kernel.terms if isinstance(x, l.Load))
+
+
+def _overlapping(parts: Mapping[l.Load, Range | None]) -> dict[l.Load, Range] | None:
+    """Parts of a buffer, those that overlap as one; None where one of them is none."""
+    known: dict[Range, Range] = {}
+    for part in parts.values():
         if part is None:
             return None
-        mine = windows.setdefault(x.buffer, {})
-        if part in mine:
+        if part in known:
             continue
         whole = part
-        for other in {*mine.values()}:
+        for other in {*known.values()}:
             whole = _together(whole, other) or whole
-        mine[part] = whole
-        mine.update({p: whole for p, other in mine.items() if _together(whole, other) == whole})
-    return {x: windows[x.buffer][part] for x, part in parts.items() if part}
+        known[part] = whole
+        known.update({p: whole for p, other in known.items() if _together(whole, other) == whole})
+    return {x: known[part] for x, part in parts.items() if part}
 
 
 def _together(one: Range, other: Range) -> Range | None:
@@ -140,35 +169,74 @@ def _together(one: Range, other: Range) -> Range | None:
     return low, tuple(max(e) - a for a, e in zip(low, zip(*ends, strict=True), strict=True))
 
 
-@lru_cache(maxsize=4096)
+class Reading:
+    """What windows of some kernels read of what others make: where the axes of those go in the first and in the last
+    of so many equal windows. More kernels may come to `readers`; what was found of the others stays.
+    """
+
+    def __init__(self, readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel]) -> None:
+        self.readers = readers
+        self.made = {b: k for k in makers for b in k.writes}
+        self.read: dict[tuple[l.Kernel, int], tuple[int, set[Any]]] = {}
+        self.needed: dict[int, tuple[int, dict[l.Kernel, set[tuple[int, Places | None]]]]] = {}
+
+    @property
+    def extents(self) -> set[Any]:
+        """How long their axes are."""
+        return {a.extent for a in self.readers.values()}
+
+    def themselves(self, maker: l.Kernel, count: int) -> Set[Any]:
+        """What they read themselves of what one makes."""
+        known, found = self.read.get((maker, count), (0, set()))
+        for k, axis in islice(self.readers.items(), known, None):
+            found |= windows_read(k, axis, maker, count)
+        self.read[maker, count] = len(self.readers), found
+        return found
+
+    def through_others(self, maker: l.Kernel, count: int) -> Set[Any]:
+        """What they and others read, which make what the windows of these read."""
+        known, found = self.needed.get(count, (0, {}))
+        _windows_needed(islice(self.readers.items(), known, None), self.made, count, found)
+        self.needed[count] = len(self.readers), found
+        return found.get(maker, frozenset())
+
+
+@remembered
 def windows_read(kernel: l.Kernel, axis: Var, maker: l.Kernel, count: int) -> frozenset[Any]:
     """What the first and the last of so many equal windows read of what another kernel makes: where its axes go."""
-    return windows_needed({kernel: axis}, (maker,), maker, count)
+    found: dict[l.Kernel, set[tuple[int, Places | None]]] = {}
+    _windows_needed([(kernel, axis)], dict.fromkeys(maker.writes, maker), count, found)
+    return frozenset(found.get(maker, ()))
 
 
-def windows_needed(
-    readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel], maker: l.Kernel, count: int
-) -> frozenset[Any]:
-    """The same of several kernels, and of others that make what a window of these reads."""
-    made = {b: k for k in makers for b in k.writes}
-    found: set[Any] = set()
-    for number in (0, count - 1):
-        front: list[tuple[l.Kernel, Mapping[Any, IntExpr]]] = []
-        for k, axis in readers.items():
-            size: Any = axis.extent // count
-            front.append((k, {axis: Var(axis.name, size) + number * size}))
-        seen: set[Any] = set()
-        while front:
-            k, at = front.pop()
-            for b, part in {(x.buffer, part) for x, part in (_read(k, at, made) or {}).items()}:
-                there = _axes_at(made[b], b, part)
-                place = None if there is None else frozenset(there.items())
-                if made[b] is maker:
-                    found.add((number, place))
-                elif there and (made[b], place) not in seen:
-                    seen.add((made[b], place))
-                    front.append((made[b], there))
-    return frozenset(found)
+def _windows_needed(
+    readers: Iterable[tuple[l.Kernel, Var]],
+    made: Mapping[l.Buffer, l.Kernel],
+    count: int,
+    found: dict[l.Kernel, set[tuple[int, Places | None]]],
+) -> None:
+    """The same for each of those that `made` what readers read, or what others of them read for that: more is found."""
+    for kernel, axis in readers:
+        size: Any = axis.extent // count
+        for number in (0, count - 1):
+            front = [(kernel, frozenset([(axis, Var(axis.name, size) + number * size)]))]
+            while front:
+                read = [(b, parts) for b, parts in _read_of_each(*front.pop()) if b in made]
+                for b, parts in read if all(parts is not None for _, parts in read) else ():
+                    mine = found.setdefault(made[b], set())
+                    for part in {*parts.values()}:  # type: ignore[union-attr]
+                        place = _places_at(made[b], b, part)
+                        if (number, place) not in mine:
+                            mine.add((number, place))
+                            if place:
+                                front.append((made[b], place))
+
+
+@remembered
+def _places_at(maker: l.Kernel, b: l.Buffer, part: Range) -> Places | None:
+    """What `_axes_at` says, found once."""
+    there = _axes_at(maker, b, part)
+    return None if there is None else frozenset(there.items())
 
 
 def _axes_at(maker: l.Kernel, b: l.Buffer, part: Range) -> dict[Any, IntExpr] | None:
