@@ -20,6 +20,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.parse_plan import parse_pinned
+from terrazzo.ir.placeless import placeless
 from terrazzo.ir.plan import Plan
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.schedule import Schedule
@@ -362,13 +363,12 @@ def in_parts(p: l.Program, log: Log, options: Options, tried: Experience, any_wa
     """
     if options.fp32 not in PARTS:
         return p
-    gpu = machine(options)
-    judged: dict[Any, tuple[float, str]] = {}
+    gpu, judged = machine(options), dict[Any, tuple[float, str]]()
     known = constants(p, options.frozen) if options.frozen else set()
 
     def gains(old: Sequence[l.Kernel], new: Sequence[l.Kernel], beaten: float) -> tuple[float, str]:
-        """What a call gains, or what there is against it, asked once of kernels that differ in names only."""
-        before, after = (tuple(canonical(x).kernel for x in varying(side, known)) for side in (old, new))
+        """What a call gains, or what there is against it, asked once of kernels up to names and places."""
+        before, after = (tuple(placeless(x) for x in varying(side, known)) for side in (old, new))
         asked = before, after, beaten
         if asked not in judged:
             judged[asked] = tried.once(("parts", *asked), lambda known: gain(before, after, gpu, known.lost, beaten))

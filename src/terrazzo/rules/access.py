@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient, divides, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import FloorDiv, IntExpr, Mod, Var, bounds, floordiv, mod, terms_of
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.node import per_node, substitute, topological
 from terrazzo.ir.types import Type, contiguous_strides
 
 WIDEST = 16
@@ -157,8 +157,9 @@ def box(
     the blocks of a cluster share its steps; of `free` axes, what lies there may be moved.
     """
     if by_axes is None:
-        own, other = (box(access, sizes, x, free, beyond) for x in (False, True))
-        return own if isinstance(other, str) or not isinstance(own, str) else other
+        if not isinstance(own := box(access, sizes, False, free, beyond), str):
+            return own
+        return own if isinstance(other := box(access, sizes, True, free, beyond), str) else other
     place = _by_axes(access) if by_axes else boxed(access.buffer.type, access.index, frozenset(sizes))
     if place is None:
         return f"the place of {access.buffer.name}{list(access.index)} in memory is no sum of multiples of axes"
@@ -200,6 +201,7 @@ def _ending(place: Boxed, inside: Sequence[IntExpr]) -> Boxed:
     return Boxed(there.tensor, there.index, tuple(bounds))
 
 
+@per_node
 def _by_axes(access: l.Load | l.Store) -> Boxed | None:
     """An access's place in its memory as a tensor of the axes, or what is computed of them, that it moves along."""
     steps: dict[Any, int] = {}

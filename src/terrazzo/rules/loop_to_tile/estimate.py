@@ -10,12 +10,12 @@ from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
-from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.placeless import placeless
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
 from terrazzo.ir.types import f64
@@ -158,7 +158,7 @@ def _between(kernel: l.Kernel, found: Chain) -> float:
 
 def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
     """What the kernels among the steps take together, before schedules are chosen, in nanoseconds."""
-    return sum(_expected(canonical(s).kernel, gpu) for s in steps if isinstance(s, l.Kernel))
+    return sum(_expected(placeless(s), gpu) for s in steps if isinstance(s, l.Kernel))
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from terrazzo.ir.contraction import contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import topological, transformed
+from terrazzo.ir.placeless import placeless_together
 from terrazzo.ir.sites import is_product
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.attention.multiples import scaled, stays_finite
@@ -76,10 +77,10 @@ def products_again(
         subject = ", ".join(s.name for s in makers)
         if not (why := _not_tried(makers, readers)):
             form = together((*makers, *readers))
-            count = len(makers)
-            key = form.kernel, count
+            alike, count = placeless_together(form.kernel), len(makers)
+            key = alike, count
             if key not in known:
-                known[key] = once(key, partial(_judged, form.kernel[:count], form.kernel[count:]))
+                known[key] = once(key, partial(_judged, alike[:count], alike[count:]))
             why, times = form.named(known[key])
         if why:
             log.add(Event(PASS, RULE, subject, False, why))

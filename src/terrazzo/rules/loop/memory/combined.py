@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from terrazzo.ir.canonical import canonical
 from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.placeless import placeless
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
@@ -134,7 +134,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
     def price(step: l.Kernel | l.Call) -> float:
         if isinstance(step, l.Call):
             return 0.0
-        form = canonical(step).kernel
+        form = placeless(step)
         if form not in prices:
             apart = products_apart(form)
             prices[form] = sum(cost(x, rates) for x in (apart if len(apart) > MANY else (form,)))

@@ -197,6 +197,7 @@ class _Uses:
             for b in s.reads:
                 self.readers.setdefault(b, []).append(s)
         self.joining: dict[tuple[Any, Set[Any]], bool] = {}
+        self.windows: dict[tuple[l.Kernel, frozenset[Any]], list[tuple[l.Kernel, frozenset[Any]]]] = {}
 
     def along(self, b: l.Buffer) -> list[tuple[l.Kernel | l.Call, l.Buffer]]:
         """Who reads a buffer, and who reads what those make, if that may be there in windows, too; each with what it
@@ -205,6 +206,14 @@ class _Uses:
         mine = self.readers[b]
         behind = [x for r in mine if self.joins(r) for x in r.writes if x in self.readers]
         return [(r, x) for x in (b, *behind) for r in self.readers[x]]
+
+    def windowed(self, kernel: l.Kernel, axes: frozenset[Any]) -> list[tuple[l.Kernel, frozenset[Any]]]:
+        """Who makes what a kernel reads, and of which of their axes it reads windows that go along some of its own."""
+        if (kernel, axes) not in self.windows:
+            pairs = ((x, self.maker.get(x.buffer)) for x in loads_of(kernel))
+            made = ((m, windowed(x, axes, m)) for x, m in pairs if isinstance(m, l.Kernel))
+            self.windows[kernel, axes] = list(dict.fromkeys(made))
+        return self.windows[kernel, axes]
 
     def joins(self, maker: Any, axes: Set[Any] = frozenset()) -> bool:
         """Whether what a step makes can be there in windows of some of its axes: it is no result, and if it is a
@@ -293,11 +302,9 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
         front, whole = list(readers), set[l.Kernel]()
         while front:
             k = front.pop()
-            for x in loads_of(k):
-                maker = uses.maker.get(x.buffer)
-                if not isinstance(maker, l.Kernel) or maker in never or maker in readers:
+            for maker, axes in uses.windowed(k, along[k]):
+                if maker in never or maker in readers:
                     continue
-                axes = windowed(x, along[k], maker)
                 if not axes:
                     whole.add(maker)
                 elif not axes <= (known := along.get(maker, frozenset())):
