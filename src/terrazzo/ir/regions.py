@@ -101,7 +101,7 @@ NONE = Regions()
 
 def regions(steps: Sequence[Any], results: Sequence[l.Buffer]) -> Regions:
     """What is a region of something else among what steps (of any IR) write."""
-    named = [s for s in steps if isinstance(s, l.Call) and s.name in (WINDOW, WHOLE)]
+    named = dict.fromkeys(s for s in steps if isinstance(s, l.Call) and s.name in (WINDOW, WHOLE))
     if not named:
         return NONE
     written = {b for s in steps if not isinstance(s, l.Call) for b in s.writes}

@@ -4,7 +4,7 @@ weight whose other factors are all there before the first of them is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,15 +155,16 @@ def products_together(program: Program, log: Log, rates: Rates) -> Program:
         n: f32[2, 5] = aten.add.Tensor(l, m)
         return (n,)
     """
-    nodes = [n for n in topological(program.results) if isinstance(n, Aten)]
+    order = topological(program.results)
+    place = {n: at for at, n in enumerate(order)}
     readers: dict[Node, list[Node]] = {}
-    for n in topological(program.results):
+    for n in order:
         for c in n.children:
             readers.setdefault(c, []).append(n)
     results = {*program.results}
     groups: dict[tuple[Any, Any], list[Any]] = {}
-    for n in nodes:
-        if is_call(n, "aten.mm.default", "aten.addmm.default") and not n.kwargs:
+    for n in order:
+        if isinstance(n, Aten) and is_call(n, "aten.mm.default", "aten.addmm.default") and not n.kwargs:
             *bias, x, w = n.args
             if not bias or len(shape(bias[0])) == 1:
                 groups.setdefault((bias[0] if bias else None, w), []).append(n)
@@ -171,8 +172,9 @@ def products_together(program: Program, log: Log, rates: Rates) -> Program:
     for (bias, w), group in groups.items():
         if len(group) < FEWEST:
             continue
-        for level in _levels(program, group):
-            ready = [n for n in level if n not in results and all(_apart(r, n, {*group}) for r in readers[n])]
+        mine = {*group}
+        for level in _levels(order, place, group):
+            ready = [n for n in level if n not in results and all(_apart(r, n, mine) for r in readers[n])]
             name = program.names.get(ready[0], "") if ready else ""
             xs = tuple(n.args[-2] for n in ready)
             if len({*xs}) < FEWEST:
@@ -202,12 +204,15 @@ def products_together(program: Program, log: Log, rates: Rates) -> Program:
     return replaced(program, log, "products_together", new) if new else program
 
 
-def _levels(program: Program, group: Sequence[Any]) -> list[list[Any]]:
-    """Products of which those of one level do not need each other."""
+def _levels(order: Sequence[Node], place: Mapping[Node, int], group: Sequence[Any]) -> list[list[Any]]:
+    """Products of which those of one level do not need each other, given the `order` of all nodes and the place that
+    each has in it. What comes before the first of them needs none.
+    """
     mine = {*group}
     depth: dict[Node, int] = {}
-    for n in topological(program.results):
-        depth[n] = max((depth[c] + (c in mine) for c in n.children), default=0)
+    first, last = (ends(place[n] for n in group) for ends in (min, max))
+    for n in order[first : last + 1]:
+        depth[n] = max((depth.get(c, 0) + (c in mine) for c in n.children), default=0)
     levels: dict[int, list[Any]] = {}
     for n in group:
         levels.setdefault(depth[n], []).append(n)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.in_place import NOTHING_GIVEN, Given, pairs, taken_over
-from terrazzo.ir.regions import regions
+from terrazzo.ir.regions import Regions, regions
 from terrazzo.rewrite.rule import Event, Log
 
 RULE = "in_order"
@@ -146,13 +146,14 @@ def in_use(
     results: Sequence[l.Buffer],
     among: Among | None = None,
     uses: Callable[[Steps], dict[l.Buffer, int]] = last_uses,
+    named: Regions | None = None,
 ) -> list[int]:
     """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
     these read, as far as their terms allow (or `among` these), and regions where they are ones of: each piece of these
-    while it is in use. The last `uses` of buffers may be known.
+    while it is in use. The last `uses` of buffers may be known, and what is `named` a region, whatever the order.
     """
     among = pairs(steps) if among is None else among
-    named = regions(steps, results)
+    named = regions(steps, results) if named is None else named
     moved = [s for s in steps if s not in named.calls] if named.calls else steps
     pieces = named.pieces(moved) if named.calls else {}
     last = last_uses(moved) if named.calls else uses(steps)
@@ -185,21 +186,24 @@ def _order(program: l.Program, among: Among, given: Given) -> tuple[int, list[in
     needs = list(needs_of(program.steps, given))
     late = _late(needs)
     orders = [late, *(_freeing(program, needs, base) for base in (present, late))]
-    each = [max(in_use([program.steps[i] for i in order], program.results, among)) for order in orders]
-    best = min(range(len(each)), key=each.__getitem__)
-    return _around_peaks(program, needs, orders[best], among)
+    named = regions(program.steps, program.results)
+
+    def used(order: Sequence[int]) -> list[int]:
+        return in_use([program.steps[i] for i in order], program.results, among, named=named)
+
+    return _around_peaks(program, needs, min(orders, key=lambda order: max(used(order))), used)
 
 
 def _around_peaks(
-    program: l.Program, needs: Sequence[set[int]], order: Sequence[int], among: Among
+    program: l.Program, needs: Sequence[set[int]], order: Sequence[int], used_in: Callable[[Sequence[int]], list[int]]
 ) -> tuple[int, list[int]]:
     """How many bytes are in use at a time, and an order, after steps went to the other side of where most is in use, as
-    long as that lowers it.
+    long as that lowers what is `used_in` an order.
     """
 
     def height(order: Sequence[int]) -> tuple[int, int, int]:
         """The most that is in use, in how many steps, and in which first."""
-        used = in_use([program.steps[i] for i in order], program.results, among)
+        used = used_in(order)
         return max(used), used.count(max(used)), used.index(max(used))
 
     found, now = list(order), height(order)
