@@ -48,7 +48,7 @@ with eight times as many (H200, 22 November 2026).
 """
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def promotes(p: Product) -> bool:
     """Whether sums of steps are added up on CUDA cores: where there are several terms of the same parts, someone wants
     to be exact.
@@ -56,7 +56,7 @@ def promotes(p: Product) -> bool:
     return any(len(c.terms) > 1 and len(c.operands) < 2 * len(c.terms) for c in p.sites)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def converted(p: Product) -> tuple[Any, ...]:
     """The operands that threads make of others, in registers."""
     return tuple(x for x in p.operands if not loaded(x))
@@ -76,7 +76,7 @@ def not_converted(p: Product, step: int) -> str:
     return ""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def making(p: Product) -> float:
     """Instructions in which a thread makes one element of what a factor is made of: all its parts, or one number."""
     if promotes(p):

@@ -146,7 +146,7 @@ class Facts:
     several: bool
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def facts_of(p: Product) -> Facts:
     """Of a product, once for all of its tiles."""
     sources = tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources)
