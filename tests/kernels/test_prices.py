@@ -24,8 +24,8 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.precision.parts import parts_of
 from terrazzo.rules.loop_to_tile.chains.chain import nested
-from terrazzo.rules.loop_to_tile.estimate import expected
-from terrazzo.rules.loop_to_tile.products import products, warpgroup_tiles, warpgroups, work
+from terrazzo.rules.loop_to_tile.estimate import _derives, expected
+from terrazzo.rules.loop_to_tile.products import products, tiles, warpgroup_tiles, warpgroups, work
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.reductions import reductions
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
@@ -481,3 +481,14 @@ def test_a_product_in_tiles_along_pixels_is_expected_to_take_what_they_take(pixe
     assert told.keys() == products.keys() and not any(isinstance(s, l.Call) for s in done.loop.steps)
     for name, kernel in products.items():
         assert f"wgmma.m64n128k16.f32.bf16: {expected([kernel], HOPPER) / 1000:.1f} us" in told[name]
+
+
+def test_what_the_best_tiles_cannot_have_others_take() -> None:
+    """Scaled parts that are computed again beyond their range need many registers: the best tile has too few."""
+    x, w, b = (torch.empty(s, device="meta") for s in ((8192, 2048), (2048, 2048), (2048,)))
+    done = lowering(capture(lambda x, w, b: F.relu(F.linear(x, w, b)), (x, w, b)).program, Options(target="sm_90a"))
+    whole = next(program for stage, program, _ in done.stages if stage.name == "parts")
+    (kernel,) = (s for s in whole.steps if isinstance(s, l.Kernel) and (p := product(s)) and p.rescued)
+    p = product(kernel)
+    assert p is not None and not _derives(kernel, tiles.schedule(p, warpgroups.plans(p, HOPPER)[0], HOPPER), HOPPER)
+    assert expected([kernel], HOPPER) < 1.05 * warpgroups.plans(p, HOPPER)[0].time

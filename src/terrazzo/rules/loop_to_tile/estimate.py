@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
@@ -202,10 +203,14 @@ def _tiled(kernel: l.Kernel, gpu: Gpu) -> float | None:
 
 
 def _in_tiles(p: Product, gpu: Gpu) -> list[float]:
-    """What a product takes in each of its tiles, those of warpgroups where the best of them can be derived."""
-    whole = next((plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1), None)
-    derives = whole is not None and _derives(p.kernel, tiles.schedule(p, whole, gpu), gpu)
-    return [x.time for x in tiles.plans(p, gpu) if derives or not isinstance(x, warpgroups.Plan)]
+    """What a product takes in each of its tiles, those of warpgroups but for the ones before the first that can be
+    derived: the best may need more registers than there are.
+    """
+    whole = [plan for plan in warpgroups.plans(p, gpu) if plan.pieces == 1][: tiles.MOST]
+    refused = list(takewhile(lambda x: not _derives(p.kernel, tiles.schedule(p, x, gpu), gpu), whole))
+    none, tried = len(refused) == len(whole), {(x.tile, x.instruction) for x in refused}
+    mine = (x for x in tiles.plans(p, gpu) if not none or not isinstance(x, warpgroups.Plan))
+    return [x.time for x in mine if (x.tile, x.instruction) not in tried]
 
 
 Way = tuple[float, l.Kernel, Callable[[], Schedule]]
