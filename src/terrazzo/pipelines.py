@@ -58,6 +58,7 @@ from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
 from terrazzo.rules.loop.layout.turned import store_turned
 from terrazzo.rules.loop.layout.views import pass_views
+from terrazzo.rules.loop.memory.beside import read_beside
 from terrazzo.rules.loop.memory.combined import combine_sooner
 from terrazzo.rules.loop.memory.divided import divide
 from terrazzo.rules.loop.memory.frozen import constants, stored_once, varying
@@ -207,11 +208,9 @@ def _sooner(p: l.Program, log: Log, o: Options) -> l.Program:
 
 
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
-    """Less of what waits in memory: it is made again, or combined with others that wait for the same, or what makes or
-    reads it is several kernels, or it is there in windows only. What is computed once is kept whole.
-    """
+    """Less of what waits in memory, in one way after the other. What is computed once is kept whole."""
     rates, by_model = target(options.target).rates, partial(expected, gpu=machine(options))
-    combined = combine_sooner(p, log, rates)
+    combined = combine_sooner(read_beside(p, log, rates), log, rates)
     divided = divide(combined, log, rates)
     combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
     made = remake(combined, log, rates, by_model)

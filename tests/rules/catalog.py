@@ -32,7 +32,7 @@ from terrazzo.rules.loop.layout import (
     placed,
     turned,
 )
-from terrazzo.rules.loop.memory import combined, divided, gathered, in_windows, places_read, remake, renewed
+from terrazzo.rules.loop.memory import beside, combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
@@ -194,6 +194,7 @@ CATALOG: dict[str, Rewrite] = {
         multiplied_once.multiply_once,
         lambda p: multiplied_once.multiply_once(p, Log(), lambda steps: float(1 - len(steps))),
     ),
+    "remake:read_beside": of(beside.read_beside, lambda p: beside.read_beside(p, Log(), FREE, 1)),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:divide": of(divided.divide, lambda p: divided.divide(p, Log(), replace(FREE, launch=0.0), 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, lambda steps: 0.0, 0)),

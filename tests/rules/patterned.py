@@ -226,6 +226,21 @@ def with_states(program: Program) -> Any:
     return loop.Program(found.name, found.inputs, (*(s for s in found.steps if s not in last), whole), found.results)
 
 
+def with_both(program: Program) -> Any:
+    """Loop IR of a kernel that stores sums of rows and what it makes of them, of which another one reads."""
+    given = [x for x in program.inputs if x.type.numel]
+    i = t.coordinates((6, 8, 9))
+    first = [t.cast(t.index_map(x, (6, 8, 9), tuple(sum(i) % n for n in x.type.shape)), f32) for x in given[:1]]
+    total = t.reduce("sum", t.apply("tanh", *first) if first else t.literal(0.5, f32, (6, 8, 9)), [2])
+    most = t.reduce("max", t.apply("neg", total), [1])
+    found = lift(Program("tensor", "both", program.inputs, (total, most)))
+    *before, made, other, reader = found.steps
+    then = inline(other, made)  # type: ignore[arg-type]
+    stores = (*made.stores, substitute(then.stores[0], dict(zip(then.axes, made.axes, strict=True))))  # type: ignore[union-attr]
+    both = loop.Kernel("both", made.axes, stores)  # type: ignore[union-attr]
+    return loop.Program(found.name, found.inputs, (*before, both, reader), found.results)
+
+
 def with_places(program: Program) -> Any:
     """Loop IR of a kernel for each row of something, all alike."""
     given = [x for x in program.inputs if x.type.numel]
@@ -397,6 +412,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "schedule:lie_alike": with_orders,
     "store_as_read:pixels_together": with_shuffles,
     "lookups:store_beside": with_bias,
+    "remake:read_beside": with_both,
     "remake:divide": with_states,  # fusion seldom makes one kernel of what is read apart in so few steps
 }
 """Programs with what some rewrites look for, and random ones do not have."""

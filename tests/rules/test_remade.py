@@ -146,3 +146,82 @@ def test_products_of_products_take_what_is_expected_of_them(nanoseconds: float, 
     found = remake(program, Log(), RATES, expected, 0)
     assert set(asked) == {"y"}
     assert (found.steps != program.steps) == again
+
+
+STORED = """@loop
+def f(x: bf16[512, 64], y: bf16[64, 512], w: bf16[512, 64]):
+    with kernel('t', t=bf16[512, 512], u=bf16[512, 512]):
+        for a0 in free(512):
+            for a1 in free(512):
+                for r0 in reduce(64):
+                    in0 = x[a0, r0]
+                    v0 = f32(in0)
+                    in1 = y[r0, a1]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = bf16(acc0)
+                v4 = f32(v3)
+                v5 = {made}
+                v6 = bf16(v5)
+                t[a0, a1] = v3
+                u[a0, a1] = v6
+    with kernel('p', p=f32[512, 64]):
+        for a0 in free(512):
+            for a1 in free(64):
+                for r0 in reduce(512):
+                    in0 = u[a0, r0]
+                    v0 = f32(in0)
+                    in1 = w[r0, a1]
+                    v1 = f32(in1)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                p[a0, a1] = acc0
+    with kernel('z', z=f32[512, 64, 8]):
+        for a0 in free(512):
+            for a1 in free(64):
+                for a2 in free(8):
+                    for r0 in reduce(64):
+                        in0 = p[a0, r0]
+                        v0 = add(in0, f32(1.0))
+                        acc0 <- max(v0)
+                    z[a0, a1, a2] = acc0
+    with kernel('s', s=f32[512]):
+        for a0 in free(512):
+            for r0, r1 in reduce(64, 8):
+                in0 = z[a0, r0, r1]
+                acc0 <- max(in0)
+            s[a0] = acc0
+    with kernel('o', o=f32[512, 64]):
+        for a0 in free(512):
+            in0 = s[a0]
+            for a1 in free(64):
+                for r0 in reduce(512):
+                    in1 = u[r0, a0]
+                    v0 = f32(in1)
+                    in2 = w[r0, a1]
+                    v1 = f32(in2)
+                    v2 = mul(v0, v1)
+                    acc0 <- sum(v2)
+                v3 = add(acc0, in0)
+                o[a0, a1] = v3
+    return (t, o)
+"""
+
+
+@pytest.mark.parametrize("made, again", [("max(v4, f32(0.0))", True), ("max(acc0, f32(0.0))", False)])
+def test_what_a_product_stores_beside_its_sum_is_made_again_of_that(made: str, again: bool) -> None:
+    """Products read it, early and late, so it is stored for both; in between what it was made of is enough. What was
+    made of the sum before that was rounded is not there any more.
+    """
+    p = parse(STORED.format(made=made))
+    assert isinstance(p, l.Program)
+    found = remake(p, Log(), replace(RATES, op=0.0), lambda steps: 0.0, 0)
+    clones = [s for s in found.steps if s.name == "t_again"]
+    assert [[b.name for b in s.reads] for s in clones] == ([["t"]] if again else []) and not problem(found)
+    before, after = (max(in_use(x.steps, x.results)) for x in (p, found))
+    assert (after < before) == again
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.integers(-4, 5, b.type.static_shape).astype(np.float32) for b in p.inputs}
+    for one, other in zip(interpreter.run(p, inputs), interpreter.run(found, inputs), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,16 +244,21 @@ class _Remake:
         found: list[_Way] = []
         for n, made in enumerate(steps[:at]):
             alive = [b for b in made.writes if b not in kept and uses[b][-1] > at and at not in uses[b]]
-            if not alive or not isinstance(made, l.Kernel) or not (takes_in(made) or _short(made)):
+            if not alive or not isinstance(made, l.Kernel):
                 continue
             readers = {b: [r for r in uses[b] if r > at] for b in alive}
             simple = {b for b in alive if all(takes_in(steps[r]) for r in readers[b]) and _pointwise(made, b)}
-            for some, inline_it in ((simple, True), (set(alive) - simple, False)):
+            each = [(simple, True), (set(alive) - simple, False)]
+            if not (takes_in(made) or _short(made)):  # what it stores beside its sums may be made of these
+                each = [({b}, all(takes_in(steps[r]) for r in readers[b])) for b in alive if len(made.writes) > 1]
+            for some, inline_it in each:
                 if not some:
                     continue
                 later = tuple(sorted({r for b in some for r in readers[b]}))
-                stores = [_from_stored(s, made, some, uses, later[-1]) for s in made.stores if s.buffer in some]
-                part = storing(made, stores)
+                there = {b for b in made.writes if b not in some and (b in kept or uses[b][-1] > at)}
+                part = storing(made, [_from_stored(s, made, there) for s in made.stores if s.buffer in some])
+                if not (takes_in(part) or _short(part)):
+                    continue
                 more = sum(b.type.span for b in part.reads if b not in kept and uses[b][-1] < at)
                 if (saves := sum(b.type.span for b in some) - more) <= 0:
                     continue
@@ -290,13 +295,11 @@ def _pointwise(kernel: l.Kernel, buffer: l.Buffer) -> bool:
     return not any(isinstance(x, l.Reduce | l.Scan) for x in topological(values))
 
 
-def _from_stored(
-    store: l.Store, kernel: l.Kernel, but: Set[l.Buffer], uses: Mapping[l.Buffer, Sequence[int]], until: int
-) -> l.Store:
-    """A store, with what other stores of its kernel keep for longer than `until` read from there."""
+def _from_stored(store: l.Store, kernel: l.Kernel, there: Set[l.Buffer]) -> l.Store:
+    """A store, with what other stores of its kernel keep, to buffers that are still there, read from these."""
     known = {
         s.value: l.Load(s.buffer, s.index)
         for s in kernel.stores
-        if s.buffer not in but and uses[s.buffer][-1] >= until and not isinstance(s.value, l.Load | l.Literal)
+        if s.buffer in there and not isinstance(s.value, l.Load | l.Literal)
     }
     return l.Store(store.buffer, store.index, substitute(store.value, known))
