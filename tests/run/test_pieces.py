@@ -17,7 +17,7 @@ from terrazzo.ir.regions import LINE, Piece, lived, regions
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.rules.loop.memory.lifetimes import in_use
-from terrazzo.run.arena import placed
+from terrazzo.run.arena import placed, repacked
 from terrazzo.run.compiled import compile_program
 from terrazzo.run.misfit import shared
 from terrazzo.run.own import layout
@@ -167,11 +167,14 @@ def test_pieces_are_in_use_when_their_bytes_are(drawn: list[Any]) -> None:
             there = [p for p in pieces if p.start <= line < p.end]
             assert [(p.first, p.last) for p in there] == ([(min(steps), max(steps))] if steps else [])
     items = list(found)
-    offsets, end = placed(items, found.__getitem__, lambda n: range(n))
-    taken = [p.at(offsets[x]) for x in items for p in found[x]]
-    assert max(p.end for p in taken) == end
-    for k, p in enumerate(taken):
-        assert not any(p.beside(q) and p.start < q.end and q.start < p.end for q in taken[:k])
+    first = placed(items, found.__getitem__, lambda n: range(n))
+    again = repacked(items, found.__getitem__, lambda n: range(n), 0)
+    assert again[1] <= first[1]
+    for offsets, end in (first, again):
+        taken = [p.at(offsets[x]) for x in items for p in found[x]]
+        assert max(p.end for p in taken) == end
+        for k, p in enumerate(taken):
+            assert not any(p.beside(q) and p.start < q.end and q.start < p.end for q in taken[:k])
 
 
 def test_a_piece_is_whole_lines() -> None:

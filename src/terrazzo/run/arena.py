@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -18,7 +19,15 @@ ALIGN = LINE
 MOST = 4000
 """Temporaries of which there may be more than one try at where they lie."""
 WORTH = 1 << 20
-"""Bytes of temporaries from which on it is worth looking for room in results."""
+"""Bytes of temporaries from which on it is worth looking for room in results, and for better places."""
+MANY, TRIES, STEPS = 1000, 128, 25000
+"""Temporaries up to which better places are looked for; how many orders are tried at most, and how many temporaries are
+placed for it in all.
+"""
+TIGHT = 0.01
+"""The part of what is in use at a time that may lie idle: no better places are looked for then."""
+Found = tuple[dict[l.Buffer, int], int]
+"""Offsets of temporaries, and the total."""
 
 
 Root = Mapping[l.Buffer, l.Buffer]
@@ -94,33 +103,53 @@ def allocate(
     places: Sequence[Place] = (),
     root: Root = ALONE,
     pieces: Pieces = WHOLE,
-) -> tuple[dict[l.Buffer, int], int]:
+) -> Found:
     """Offsets for temporaries such that what is in use at the same time does not overlap; and the total. They are
     placed one after the other where there is room first: as they come, the large ones first, those that live long,
-    those that are in use when most is, or in pieces; whichever takes least.
+    those that are in use when most is, or in pieces; whichever takes least. They are `repacked` where that is more than
+    is in use at a time.
     """
     lives = Lives(program, places, root, pieces)
+    order, found = _in_order(buffers, lives, places)
+    if found[1] < WORTH or len(order) > MANY or any(p.branch for p in places):
+        return found
+    least = max(_used(order, lives).values(), default=0)
+    return repacked(order, lives.pieces, lives.meeting(order), least) if _loose(found[1], least) else found
+
+
+def _loose(size: int, least: int) -> bool:
+    """Whether more of an arena lies idle than it is worth to look for other places."""
+    return size > least * (1 + TIGHT)
+
+
+def _in_order(buffers: Collection[l.Buffer], lives: Lives, places: Sequence[Place]) -> tuple[list[l.Buffer], Found]:
+    """Of some orders of temporaries the one in which they take least, and where they lie then."""
     wanted = set(buffers)
     given = [b for b in lives.first if b in wanted]
     longest = sorted(given, key=lambda b: (lives.first[b] - lives.last[b], -b.type.span))
     large = sorted(given, key=lambda b: -b.type.span)
-    cut = [sorted(large, key=lambda b: b not in pieces)] if pieces else []
+    cut = [sorted(large, key=lambda b: b not in lives.apart)] if lives.apart else []
     orders = [given, large, longest, _highest_first(large, lives), *cut]
     many = len(given) > MOST or any(p.branch for p in places)  # of what runs side by side, most shares nothing
-    tried = (placed(order, lives.pieces, lives.meeting(order)) for order in orders[: 1 if many else None])
-    return min(tried, key=lambda x: x[1])
+    tried = ((order, placed(order, lives.pieces, lives.meeting(order))) for order in orders[: 1 if many else None])
+    return min(tried, key=lambda x: x[1][1])
 
 
 def _highest_first(items: Sequence[l.Buffer], lives: Lives) -> list[l.Buffer]:
     """Items in this order, but those first that are in use in the step where most is."""
+    used = _used(items, lives)
+    peak = max(used, key=used.__getitem__, default=0)
+    return sorted(items, key=lambda b: not any(p.first <= peak <= p.last for p in lives.pieces(b)))
+
+
+def _used(items: Sequence[l.Buffer], lives: Lives) -> dict[int, int]:
+    """How many bytes of items are in use from a step on, for those in which that changes."""
     change: dict[int, int] = {}
     for p in (p for b in items for p in lives.pieces(b)):
         change[p.first] = change.get(p.first, 0) + p.end - p.start
         change[p.last + 1] = change.get(p.last + 1, 0) - (p.end - p.start)
     steps = sorted(change)
-    used = list(accumulate(change[k] for k in steps))
-    peak = steps[used.index(max(used))] if steps else 0
-    return sorted(items, key=lambda b: not any(p.first <= peak <= p.last for p in lives.pieces(b)))
+    return dict(zip(steps, accumulate(change[k] for k in steps), strict=True))
 
 
 def placed(
@@ -135,6 +164,62 @@ def placed(
         barred = ((offsets[items[m]], between) for m in meeting(n) for between in _barred(each[n], each[m]))
         offsets[b] = _first_free((start + low, start + high) for start, (low, high) in barred)
     return offsets, max((offsets[b] + one[-1].end for b, one in zip(items, each, strict=True)), default=0)
+
+
+def repacked(
+    items: Sequence[T], pieces: Callable[[T], Sequence[Piece]], meeting: Callable[[int], Sequence[int]], least: int
+) -> tuple[dict[T, int], int]:
+    """The same after some were placed sooner, as long as they take more than is in use at a time, the `least` there
+    can be. Only those matter on which what ends last stands, one on another: two of them change places in the order,
+    or one comes before another, and that is kept where it takes no more.
+    """
+    each = [pieces(b) for b in items]
+    sizes = [x[-1].end for x in each]
+    barred: list[dict[int, list[tuple[int, int]]]] = [{} for _ in items]  # who else is in use, and what that bars
+    for n in range(len(items)):
+        for m in meeting(n):
+            if between := list(_barred(each[n], each[m])):
+                barred[n][m], barred[m][n] = between, [(-high, -low) for low, high in between]
+
+    def place(order: Sequence[int]) -> tuple[int, dict[int, int]]:
+        at: dict[int, int] = {}
+        for n in order:
+            there = ((m, between) for m, between in barred[n].items() if m in at)
+            at[n] = _first_free((at[m] + low, at[m] + high) for m, between in there for low, high in between)
+        return max((at[n] + sizes[n] for n in order), default=0), at
+
+    def below(at: Mapping[int, int], end: int, number: Mapping[int, int]) -> tuple[list[int], list[int]]:
+        """What ends last, and that with what it stands on."""
+        last = [n for n in number if at[n] + sizes[n] == end]
+        found = dict.fromkeys(last)
+        front = list(last)
+        while front:
+            n = front.pop()
+            mine = ((m, x) for m, x in barred[n].items() if m not in found and number[m] < number[n])
+            new = [m for m, between in mine if any(at[m] + high == at[n] for _, high in between)]
+            found |= dict.fromkeys(new)
+            front += new
+        return last, list(found)
+
+    chance = random.Random(0)
+    order = list(range(len(items)))
+    best = end, at = place(order)
+    for _ in range(min(TRIES, STEPS // max(len(items), 1))):
+        if not _loose(best[0], least):
+            break
+        number = {n: k for k, n in enumerate(order)}
+        last, stack = below(at, end, number)
+        one, other = chance.choice(chance.choice([last, stack])), chance.choice(stack)
+        other = other if other != one else chance.choice(order)
+        new = list(order)
+        if chance.random() < 0.5:
+            new[number[one]], new[number[other]] = other, one
+        else:
+            new.insert(number[other], new.pop(number[one]))
+        if (tried := place(new))[0] <= end:
+            order, (end, at) = new, tried
+            best = min(best, tried, key=lambda x: x[0])
+    return {items[n]: offset for n, offset in best[1].items()}, best[0]
 
 
 def _barred(mine: Sequence[Piece], theirs: Sequence[Piece]) -> Iterator[tuple[int, int]]:
@@ -175,11 +260,11 @@ def hosts(
     which offset; none where that does not lower the memory in use at any time. Results that are `theirs` lie in what
     PyTorch made.
     """
-    _, alone = allocate(program, buffers, root=root, pieces=pieces)
+    lives = Lives(program, root=root, pieces=pieces)
+    _, (_, alone) = _in_order(buffers, lives, ())
     if alone < WORTH:
         return {}
     called = {root.get(b, b) for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
-    lives = Lives(program, root=root, pieces=pieces)
     own = dict.fromkeys(b for b in program.results if b in lives.first)
     rooms = [b for b in own if b not in called and b not in program.inputs and b not in theirs]
     numbers = [lives.number[room] for room in rooms]
@@ -199,5 +284,5 @@ def hosts(
                 break
     if not found:
         return {}
-    _, rest = allocate(program, [b for b in buffers if b not in found], root=root, pieces=pieces)
+    _, (_, rest) = _in_order([b for b in buffers if b not in found], lives, ())
     return found if rest < alone else {}
