@@ -210,7 +210,7 @@ def _sooner(p: l.Program, log: Log, o: Options) -> l.Program:
 def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
     """Less of what waits in memory, in one way after the other. What is computed once is kept whole."""
     rates, by_model = target(options.target).rates, partial(expected, gpu=machine(options))
-    combined = combine_sooner(read_beside(p, log, rates), log, rates)
+    combined = combine_sooner(read_beside(p, log, rates, options.materialize), log, rates)
     divided = divide(combined, log, rates)
     combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
     made = remake(combined, log, rates, by_model)

@@ -194,7 +194,7 @@ CATALOG: dict[str, Rewrite] = {
         multiplied_once.multiply_once,
         lambda p: multiplied_once.multiply_once(p, Log(), lambda steps: float(1 - len(steps))),
     ),
-    "remake:read_beside": of(beside.read_beside, lambda p: beside.read_beside(p, Log(), FREE, 1)),
+    "remake:read_beside": of(beside.read_beside, lambda p: beside.read_beside(p, Log(), FREE, (), 1)),
     "remake:combine_sooner": of(combined.combine_sooner, lambda p: combined.combine_sooner(p, Log(), FREE, 0)),
     "remake:divide": of(divided.divide, lambda p: divided.divide(p, Log(), replace(FREE, launch=0.0), 0)),
     "remake:make_again": of(remake.remake, lambda p: remake.remake(p, Log(), FREE, lambda steps: 0.0, 0)),

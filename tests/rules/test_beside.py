@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
@@ -57,7 +59,7 @@ def stored(kept: str, tail: str, results: str = "t, z", worth: int = 1 << 20) ->
     """
     program = parse(HEAD.format(kept=kept) + tail + f"\n    return ({results},)\n")
     assert isinstance(program, l.Program)
-    return {b.name for s in read_beside(program, Log(), RATES, worth).steps for b in s.writes}
+    return {b.name for s in read_beside(program, Log(), RATES, kept=(), worth=worth).steps for b in s.writes}
 
 
 def test_who_reads_what_is_stored_beside_what_it_is_made_of_makes_it() -> None:
@@ -76,6 +78,77 @@ def test_who_reads_what_is_stored_beside_what_it_is_made_of_makes_it() -> None:
 )
 def test_it_stays_stored(why: str, kept: str, tail: str, results: str, worth: int) -> None:
     assert "u" in stored(kept, tail, results, worth), why
+
+
+IMAGES = """@loop
+def f(x: f32[8, 64, 4096], y: f32[8, 64, 4096]):
+    with kernel('s', s=f32[8, 64, 4096]):
+        for a0 in free(8):
+            for a1 in free(64):
+                for a2 in free(4096):
+                    in0 = x[a0, a1, a2]
+                    in1 = y[a0, a1, a2]
+                    v0 = add(in0, in1)
+                    s[a0, a1, a2] = v0
+    with kernel('p', p=bf16[8, 4096, 64], q=bf16[8, 4096, 64]):
+        for a0 in free(8):
+            for a1 in free(4096):
+                for a2 in free(64):
+                    in0 = s[a0, a2, a1]
+                    v0 = bf16(in0)
+                    v1 = f32(v0)
+                    v2 = sub(in0, v1)
+                    v3 = bf16(v2)
+                    p[a0, a1, a2] = v0
+                    q[a0, a1, a2] = v3"""
+LATER = """
+    with kernel('z', z=f32[8, 64]):
+        for a0 in free(8):
+            for a1 in free(64):
+                for r0 in reduce(4096):
+                    in0 = s[a0, a1, r0]
+                    v0 = exp(in0)
+                    acc0 <- sum(v0)
+                z[a0, a1] = acc0"""
+
+
+@pytest.mark.parametrize(
+    "tail, results, kept, names",
+    [("", "p, q", (), {"p", "q"}), ("", "p, q", ("s",), {"s", "p", "q"}), (LATER, "p, q, z", (), {"s", "p", "q", "z"})],
+)
+def test_what_only_parts_are_stored_of_is_not(tail: str, results: str, kept: tuple[str, ...], names: set[str]) -> None:
+    """Nor is it made by another that does more with it; and what the user wants stored is."""
+    program = parse(IMAGES + tail + f"\n    return ({results},)\n")
+    assert isinstance(program, l.Program)
+    done = read_beside(program, Log(), RATES, kept)
+    assert {b.name for s in done.steps for b in s.writes} == names
+    rng = np.random.default_rng(0)
+    inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in program.inputs}
+    for one, other in zip(interpreter.run(program, inputs), interpreter.run(done, inputs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+LONGER = """
+    with kernel('t', t=f32[8, 64, 4096], w=f32[8, 64, 4096]):
+        for a0 in free(8):
+            for a1 in free(64):
+                for a2 in free(4096):
+                    in0 = x[a0, a1, a2]
+                    v0 = exp(in0)
+                    v1 = sin(in0)
+                    t[a0, a1, a2] = v0
+                    w[a0, a1, a2] = v1"""
+
+
+def test_nothing_else_lives_longer_for_it_than_it_did() -> None:
+    """Of two temporaries, which nobody else reads: they would take twice as much until parts are stored."""
+    of_two = IMAGES.replace("x[a0, a1, a2]", "t[a0, a1, a2]").replace("y[a0, a1, a2]", "w[a0, a1, a2]")
+    head, *rest = of_two.split("\n    with kernel")
+    between = LATER.replace("s[a0, a1, r0]", "x[a0, a1, r0]").replace("\n    with kernel", "")
+    steps = "".join("\n    with kernel" + s for s in (*rest[:1], between, *rest[1:]))
+    program = parse(head + LONGER + steps + "\n    return (p, q, z)\n")
+    assert isinstance(program, l.Program)
+    assert read_beside(program, Log(), RATES).steps == program.steps
 
 
 def test_a_chain_of_skips_stores_no_activation() -> None:
