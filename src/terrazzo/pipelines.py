@@ -66,7 +66,7 @@ from terrazzo.rules.loop.memory.gathered import rows_gathered
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_order, kernels_in_order
 from terrazzo.rules.loop.memory.places_read import places_read
-from terrazzo.rules.loop.memory.remake import remake
+from terrazzo.rules.loop.memory.remake import made_again, remake
 from terrazzo.rules.loop.memory.renewed import new_values, renew, renewed
 from terrazzo.rules.loop.precision.lean_parts import lean_parts
 from terrazzo.rules.loop.precision.narrow import narrow
@@ -214,7 +214,8 @@ def _lean(p: l.Program, log: Log, options: Options) -> l.Program:
     divided = divide(combined, log, rates)
     combined = divided if divided is combined else combine_sooner(in_order(divided, log, "remake"), log, rates)
     made = remake(combined, log, rates, by_model)
-    return made if options.frozen else in_windows(made, log, by_model)
+    in_some = made if options.frozen else in_windows(made, log, by_model)
+    return made if in_some is made else made_again(in_some, log, rates, by_model)
 
 
 def _refusal(options: Options, tried: Experience, used: bool = False) -> Callable[[l.Kernel], str]:

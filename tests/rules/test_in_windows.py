@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import GPUS
@@ -403,3 +404,18 @@ def f(x: f32[2, 63, 4096]):
 """)
     found, _ = windowed(p)
     same(p, found)
+
+
+def test_what_all_windows_read_is_made_again_before_each() -> None:
+    """Parts of the filters of three branches: each is multiplied by one window of the images after the other."""
+    shapes = (4, 2048, 64, 64), *[(256, 2048, 3, 3)] * 3
+    branches = lambda x, *ws: [F.conv2d(x, w, padding=6 * n, dilation=6 * n) for n, w in enumerate(ws, 1)]  # noqa: E731
+    program = capture(branches, tuple(torch.empty(s, device="meta") for s in shapes)).program
+    names, log = [p.name for p in PASSES], Log()
+    options = Options(target="sm_90a", fp32="split", libraries="never")
+    done = stages(program, options, log, tuple(names[: names.index("remake") + 1]))[-1][1]
+    events = [e for e in log.events if e.fired and e.rule in ("in_windows", "make_again")]
+    windows = next(n for n, e in enumerate(events) if e.rule == "in_windows")
+    again = [e.subject for e in events[windows:] if e.rule == "make_again"]
+    assert again and all(name.endswith("_parts") for name in again)
+    assert {f"{name}_again" for name in again} <= {s.name for s in done.steps}

@@ -17,6 +17,7 @@ from typing import Any
 from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.regions import regions
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
 from terrazzo.rules.loop.folding.fold import fold_indices
@@ -140,7 +141,40 @@ def remake(
         return (out,)
     """
     program = in_order(store_sooner(program, log, rates, max(worth, 1), PASS), log, PASS)
-    work = _Remake(rates, expected)
+    return _again(program, log, _Remake(rates, expected), worth)
+
+
+def made_again(
+    program: l.Program,
+    log: Log,
+    rates: Rates,
+    expected: Callable[[Sequence[l.Kernel | l.Call]], float],
+    worth: int = WORTH,
+) -> l.Program:
+    """The same of steps that stay in this order, if all of it together is worth it, too. What all windows of something
+    read waits for the last one; made by a kernel of its own before each that reads it, it does not (`in_windows`).
+    """
+    work, told = _Remake(rates, expected), Log(applications=None if log.applications is None else [])
+    found = _again(program, told, work, worth)
+    most, less = (max(in_use(x.steps, x.results), default=0) for x in (program, found))
+    whole, more = (sum(map(work.price, x.steps)) for x in (program, found))
+    worse = (most - less) / max(most, 1) < RATE * (more - whole) / max(whole, 1.0)
+    if found is program or worse or _called(found) > _called(program):  # a copy of a region may be none
+        return program
+    for event in told.events:
+        log.add(event)
+    if log.applications is not None:
+        log.applications += told.applications or ()
+    return found
+
+
+def _called(program: l.Program) -> int:
+    """How many ops PyTorch runs."""
+    return sum(isinstance(s, l.Call) for s in program.steps) - len(regions(program.steps, program.results).calls)
+
+
+def _again(program: l.Program, log: Log, work: _Remake, worth: int) -> l.Program:
+    """`program` in the last round in which less was in use than before."""
     best, least, idle = program, (sys.maxsize, 0), 0
     for _ in range(ROUNDS):
         used = in_use(program.steps, program.results)
