@@ -17,6 +17,7 @@ from tests.kernels.programs import Lowered, b, h, r
 
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import gpu
+from terrazzo.interp.torch import to_numpy
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -458,6 +459,49 @@ def test_a_norm_of_overlapping_windows_is_found_once() -> None:
     x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((32, 3, 224, 224), (147,)))
     found = lowering_of(patches_normed, (x, w), libraries="never")
     assert {e.rule for e in found.log.events if e.pass_name == "schedule" and e.fired} == {"share"}
+
+
+def along_channels(x: Any, w: Any) -> Any:
+    """A convolution of words along time, which the next layer has channels first."""
+    return F.conv1d(x.transpose(1, 2), w, padding=3, groups=x.shape[2])
+
+
+def unpooled(g: Any, at: Any) -> Any:
+    """The gradient of a pooling, of which what comes back lies channels last and the image does not."""
+    image = at.new_empty((*at.shape[:2], 2 * at.shape[2], 2 * at.shape[3]), dtype=g.dtype)
+    return torch.ops.aten.max_pool2d_with_indices_backward(g, image, [3, 3], [2, 2], [1, 1], [1, 1], False, at)
+
+
+def pooled(*shape: int, channels_last: bool = True) -> tuple[Any, Any]:
+    """A gradient, and where the largest of each window are."""
+    at = F.max_pool2d(torch.randn(*shape[:2], 2 * shape[2], 2 * shape[3]), 3, 2, 1, return_indices=True)[1]
+    g = torch.randn(shape).to(torch.bfloat16)
+    return g.to(memory_format=LAST) if channels_last else g, at
+
+
+def test_short_windows_across_memory_read_copies() -> None:
+    """Lanes along the results would read a sector of an image for each point of every window."""
+    x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((2, 256, 2048), (2048, 1, 4)))
+    g, at = (x.to("meta") for x in pooled(4, 64, 56, 56))
+    for fn, args in ((along_channels, (x, w)), (unpooled, (g, at))):
+        copy, last = lowering_of(fn, args, libraries="never").at("tile").loop.steps
+        assert copy.writes[0] in last.reads and copy.reads[0] not in last.reads
+    same = lowering_of(unpooled, tuple(x.to("meta") for x in pooled(4, 64, 56, 56, channels_last=False)))
+    assert len(same.at("tile").loop.steps) == 1  # nothing lies across
+
+
+def test_windows_of_copies_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "ACROSS", -math.inf)
+    monkeypatch.setattr(windows, "WORTH", 0.0)
+    windows.window.cache_clear()
+    torch.manual_seed(2)
+    right(programs.lowered(along_channels, (r(2, 40, 64), r(64, 1, 4)), "sm_90a"))
+    args = pooled(1, 32, 23, 45)
+    found = programs.lowered(unpooled, args, "sm_90a")
+    windows.window.cache_clear()
+    assert len(found.kernels) == 2
+    wanted = unpooled(args[0].double(), args[1]).bfloat16()
+    assert np.array_equal(found.simulated()[0], to_numpy(wanted))
 
 
 def pooled_for_a_product(x: Any, w: Any) -> Any:

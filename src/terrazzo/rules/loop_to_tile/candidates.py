@@ -128,7 +128,7 @@ def _alike(
 def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Windows, of which a thread computes several points together."""
     if (found := windows.window(kernel, gpu)) is not None:
-        first, _ = copied(found.copies, "a thread reads the filters of points that lie side by side", gpu, pinned)
+        first, _ = copied(found.copies, "what points side by side read lies side by side", gpu, pinned)
         done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
         rewrite = "copied_along" if found.copies else "collapse"
         yield done.after((rewrite, kernel, (*found.copies, found.kernel)))

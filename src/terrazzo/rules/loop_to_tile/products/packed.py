@@ -10,9 +10,11 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-from terrazzo.ir.address import coefficient, flatten, mentions
+import numpy as np
+
+from terrazzo.ir.address import coefficient, evaluate, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, at_least, terms_of
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, terms_of
 from terrazzo.ir.node import Node, substitute, topological, transformed
 from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
@@ -224,7 +226,7 @@ SMALL = 8
 
 def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Kernel, ...]:
     """Copies of the buffers, so many times smaller than the largest, of which an axis of points walks a dimension in
-    long steps, with that dimension contiguous, and `kernel`, which reads these.
+    long steps, with that dimension contiguous, and `kernel`, which reads these. Images are walked by windows, too.
 
     @loop
     def f(x: f32[40, 3], w: f32[3, 4]):
@@ -261,8 +263,8 @@ def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Ker
     copies: dict[l.Buffer, l.Kernel] = {}
     taken: dict[Node, l.Load] = {}
     for x in loads:
-        last = dimension(x, axis)
-        if last is None or _contiguous(x, axis) or math.prod(x.buffer.type.static_shape) * small > largest:
+        last = _walked(x, axis)
+        if last is None or math.prod(x.buffer.type.static_shape) * small > largest:
             continue
         if x.buffer not in copies:
             copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last)
@@ -416,6 +418,20 @@ def reading(kernel: l.Kernel, copies: Iterable[l.Kernel], taken: dict[Node, l.Lo
 
     reads = transformed(kernel.stores, visit)
     return (*copies, l.Kernel(kernel.name, kernel.axes, reads, kernel.source))
+
+
+def _walked(x: l.Load, axis: Any) -> int | None:
+    """The dimension whose places lie apart and that an axis walks from one to the next, or slower, where it is in no
+    other: by itself, as that of an image under a window, or divided, as that of the image behind a pooling.
+    """
+    found = [d for d, e in enumerate(x.index) if mentions(e, axis)]
+    if len(found) != 1 or x.buffer.type.element_strides[found[0]] == 1:
+        return None
+    place: Any = x.index[found[0]]
+    if any(isinstance(e, Loaded) for e in topological([place])):
+        return None
+    points = evaluate(place, {**dict.fromkeys(place.free, 0), axis: np.arange(size_of(axis))})
+    return found[0] if np.abs(np.diff(points)).max(initial=0) <= 1 else None
 
 
 def _contiguous(x: l.Load, axis: Any) -> bool:

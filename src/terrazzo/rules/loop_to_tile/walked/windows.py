@@ -21,7 +21,7 @@ from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Schedule, Site
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.products.packed import copied_along
+from terrazzo.rules.loop_to_tile.products.packed import SMALL, copied_along
 from terrazzo.rules.loop_to_tile.walked.cache_lines import at_once, lines_of, stride_of
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
 from terrazzo.rules.loop_to_tile.walked.crossed import copying
@@ -66,6 +66,13 @@ STORED = 50.0
 """Sectors of which the cache takes a part in a nanosecond. Rows of 257 elements of bfloat16, of which every lane stored
 its own, took 850 us for 41 million, means along 512 days of 321 series 422 us for 21 million (H100, November 2026).
 """
+ACROSS = 2.5
+"""How many times as long as their bytes short windows take, at least, before which whole images are copied: one that
+lies across the points is read in a sector for each of them. The gradient of a pooling of 32 x 64 x 112 x 112 took 315
+us by the model where it was channels last and the image was not, and 127 with a copy.
+"""
+WORTH = 1.5
+"""How many times as long they take, at least, without these copies, which take memory, too."""
 BUSY = 12
 """Warps on a processor that hide how long memory and arithmetic take."""
 
@@ -94,16 +101,26 @@ def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     found = list(_threads(form, gpu))
     if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
         found += _threads(points, gpu)  # lanes fill up with what follows a short row
-    for axis in form.lanes:
-        *copies, other = copied_along(kernel, axis, 1) if form.crossed else copied_along(kernel, axis)
-        if copies and (new := form_of(other)) is not None:
-            before = sum(copying(x, gpu) for x in copies)
-            found += (replace(x, before=before, copies=tuple(copies))
-                      for x in _threads(new, gpu) if x.lane.name == axis.name)  # fmt: skip
-    best = _best(found)
-    if best is None or best.time > _by_rows(form, gpu):
+    found += _after_copies(form, gpu, 1 if form.crossed else SMALL)
+    best, rows = _best(found), _by_rows(form, gpu)
+    if best is not None and rows == math.inf and best.time > ACROSS * form.bytes / gpu.memory + gpu.launch:
+        after = _best([*_after_copies(form, gpu, 1)])
+        best = after if after is not None and WORTH * after.time < best.time else best
+    if best is None or best.time > rows:
         return None
     return replace(best.window(), time=best.time * (MULTIPLIED if few_channels(kernel) else 1))
+
+
+def _after_copies(form: Form, gpu: Gpu, small: int) -> Iterator[_Threads]:
+    """Those whose lanes lie along what they read, since buffers that lie across it, so many times smaller than the
+    largest, are copied before.
+    """
+    for axis in form.lanes:
+        *copies, other = copied_along(form.kernel, axis, small)
+        if copies and (new := form_of(other)) is not None:
+            before = sum(copying(x, gpu) for x in copies)
+            yield from (replace(x, before=before, copies=tuple(copies))
+                        for x in _threads(new, gpu) if x.lane.name == axis.name)  # fmt: skip
 
 
 def _best(found: Sequence[_Threads]) -> _Way | None:
