@@ -12,11 +12,18 @@ from torch.utils import _pytree as pytree
 
 import terrazzo
 
+
+def _last_first(first: Any, second: Any, x: Any) -> Any:
+    third = torch.rand(2) + second.sum()
+    return F.dropout(x), third, second, first
+
+
 CASES: dict[str, Callable[[Any], Any]] = {
     "turned": lambda x: F.dropout(x.transpose(1, 2), 0.3),
     "computed": lambda x: F.dropout(x.transpose(1, 2).relu() + 1, 0.3),
     "like": lambda x: (torch.rand_like(x.mT), torch.randn_like(x.permute(2, 0, 1)), torch.rand_like(x.mT.exp())),
     "written": lambda x: (x.mT.clone().uniform_(), x.mT.exp().exponential_()),
+    "asked for in another order": lambda x: _last_first(F.dropout(x), torch.rand(3), x),
     "whole": lambda x: (F.dropout(x), torch.rand(4, 5), torch.bernoulli(x.mT.sigmoid())),
 }
 

@@ -13,8 +13,8 @@ from terrazzo.ir.contraction import PRODUCTS
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
-from terrazzo.ir.node import Node, topological
-from terrazzo.ir.program import Program
+from terrazzo.ir.node import Node
+from terrazzo.ir.program import Program, in_turn
 from terrazzo.ir.types import DTYPES, DType, Type, f32, f64
 
 Call = Callable[[str, Any, Any, bool], Any]
@@ -35,7 +35,7 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False, c
 
 def complete(roots: Sequence[Node], values: dict[Node, Any], precise: bool = False, call: Call | None = None) -> None:
     """Add the values of `roots`, and of all below them that have none yet. Products that are only summed get none."""
-    below = topological(roots, stop=values.__contains__)
+    below = in_turn(roots, values.__contains__)
     spared = {n.args[0] for n in below if _factors(n)} - set(roots)  # type: ignore[attr-defined]
     spared -= {c for n in below if not _factors(n) for c in n.children}
     for node in below:

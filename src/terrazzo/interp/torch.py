@@ -9,8 +9,8 @@ import numpy as np
 
 from terrazzo.errors import CallFailed, IndexOutOfRange, about
 from terrazzo.ir.dialects.torch import Aten, Get
-from terrazzo.ir.node import Node, topological
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.node import Node
+from terrazzo.ir.program import Program, in_turn
 from terrazzo.ir.torch_types import operator, to_torch
 from terrazzo.ir.types import DType, f64
 
@@ -21,7 +21,7 @@ def run(program: Program, inputs: Mapping[str, Any], *, precise: bool = False) -
 
     values: dict[Node, Any] = {i: _raise(torch.as_tensor(inputs[i.name]), precise) for i in program.inputs}
     with torch.no_grad():
-        for node in topological(program.results, stop=lambda n: isinstance(n, Input)):
+        for node in in_turn(program.results):
             if isinstance(node, Aten):
                 with about(node):
                     values[node] = call(

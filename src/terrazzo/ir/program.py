@@ -6,12 +6,12 @@ kernels are called after. They carry no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from terrazzo.errors import UserError
-from terrazzo.ir.node import Node
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import Type
 
 
@@ -43,3 +43,21 @@ class Program:
     @cached_property
     def input_names(self) -> tuple[str, ...]:
         return tuple(i.name for i in self.inputs)
+
+
+def in_turn(results: Iterable[Node], stop: Callable[[Node], bool] = lambda n: isinstance(n, Input)) -> list[Node]:
+    """What results are made of, children first, each once, and nothing below where it is to `stop`: those that are
+    numbered, since they draw random numbers, in their order. Who draws first is who was called first, whichever result
+    that is part of.
+    """
+    roots = tuple(results)
+    found = topological(roots, stop)
+    drawn = [n for n in found if _turn(n)]
+    ordered = sorted(drawn, key=_turn)
+    return found if drawn == ordered else topological((*ordered, *roots), stop)
+
+
+def _turn(node: Node) -> int:
+    """The number of a call that is not to be moved past others; 0 for what may be."""
+    order = getattr(node, "order", 0)
+    return order if isinstance(order, int) else 0  # there are orders of dimensions, too

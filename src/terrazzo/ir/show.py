@@ -10,8 +10,8 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, IntExpr
-from terrazzo.ir.node import Node, topological
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.node import Node
+from terrazzo.ir.program import Input, Program, in_turn
 from terrazzo.ir.show_expr import Namer, number, show_expr, show_inside, show_list, show_type
 from terrazzo.ir.show_loop import called, header, show_term, sizes
 
@@ -80,8 +80,9 @@ def _node(x: Node) -> str:
 
 
 def _values(p: Program) -> list[Node]:
-    order = topological(p.results, stop=lambda x: isinstance(x, Input))
-    return [x for x in order if isinstance(x, (aten.Aten, aten.Get, t.Value)) and not isinstance(x, t.Read)]
+    return [
+        x for x in in_turn(p.results) if isinstance(x, (aten.Aten, aten.Get, t.Value)) and not isinstance(x, t.Read)
+    ]
 
 
 def value_names(p: Program) -> dict[Node, str]:

@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import Node, topological, transform
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.program import Program, in_turn
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Log, Rule, rule
 from terrazzo.rules.loop.fusion.inline import select
@@ -233,7 +233,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
     table = index(tuple(rules))
     buffers: dict[Node, l.Buffer] = {i: l.Buffer(i.name, i.type) for i in program.inputs}
     steps: list[l.Kernel | l.Call] = []
-    nodes = topological(program.results, stop=lambda n: isinstance(n, Input))
+    nodes = in_turn(program.results)
     parts: dict[Node, dict[int, t.Get]] = {}
     for n in nodes:
         if isinstance(n, t.Get):
