@@ -61,3 +61,17 @@ def test_many_axes_and_lanes_along_memory() -> None:
     (kernel,) = done.at("kernel").steps
     found = [c for (_, kind), c in predict(kernel).costs.accesses.items() if kind.startswith("global")]
     assert sum(c.sectors for c in found) * 32 <= 1.5 * 2 * 3000 * 512 * 2
+
+
+def test_a_number_for_each_row_is_apart_from_what_is_read_across() -> None:
+    """Lanes lie along what is read and what is written where that is stored alone."""
+
+    def both(x: Any, y: Any, s: Any) -> Any:
+        return torch.exp(s), (x - y) * s[:, None, None]
+
+    x = meta(16, 16, 112, 112).to(memory_format=torch.channels_last)
+    done = lowering(capture(both, (x, meta(16, 16, 112, 112), meta(16)), {}).program, Options(target="sm_90a"))
+    kernels = [s for s in done.at("kernel").steps if isinstance(s, k.Kernel)]
+    found = [c for x in kernels for (_, kind), c in predict(x).costs.accesses.items() if kind.startswith("global")]
+    assert len(kernels) == 2
+    assert sum(c.sectors for c in found) * 32 <= 1.1 * sum(c.bytes for c in found)

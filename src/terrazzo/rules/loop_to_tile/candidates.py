@@ -38,7 +38,7 @@ from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, meeting, pa
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
-from terrazzo.rules.loop_to_tile.walked.crossed import points
+from terrazzo.rules.loop_to_tile.walked.crossed import copying, crossed, points
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, size_of, step
 from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 
@@ -162,9 +162,18 @@ def _stores_apart(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pi
     """
     apart = stores_apart(kernel)
     static = all(isinstance(a.extent, int) for a in kernel.axes)
-    if len(apart) > 1 and static and sum(threads.walked(collapse(x), gpu) for x in apart) < threads.walked(kernel, gpu):
+    if len(apart) > 1 and static and _gain_apart(kernel, apart, gpu):
         whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in apart)
         yield whole.after(("stores_apart", kernel, apart))
+
+
+def _gain_apart(kernel: l.Kernel, apart: Sequence[l.Kernel], gpu: Gpu) -> bool:
+    """Whether stores in kernels of their own take less than together, where threads walk all points, or where one of
+    these reads along another axis than it writes.
+    """
+    if sum(threads.walked(collapse(x), gpu) for x in apart) < threads.walked(kernel, gpu):
+        return True
+    return any(crossed(x, gpu) for x in apart) and sum(copying(x, gpu) for x in apart) < copying(kernel, gpu)
 
 
 def _narrower(kernel: l.Kernel, widest: Schedule, gpu: Gpu) -> Iterator[Candidate]:
