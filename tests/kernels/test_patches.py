@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from tests.kernels import programs
 from tests.kernels.programs import Lowered
 
+from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.text import parse
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.products import patches, stored
 from terrazzo.targets.cuda.emit import emit
 
@@ -50,3 +54,32 @@ def test_patches_are_right(
     assert len(found.kernels) == 3 and found.kernels[0].writes[0].type.shape[-1] % 8 == 0
     exact = found.fn(*(x.double() for x in found.args)).numpy()
     assert np.abs(found.simulated()[0].astype(np.float64) - exact).max() <= 2.0**-7 * np.abs(exact).max()
+
+
+TURNED = """@loop
+def f(p: bf16[192, 196, 32] @ (6272, 1, 196), c: bf16[16, 12, 32, 32]):
+    with kernel('z', z=bf16[192, 196, 32]):
+        for a0 in free(192):
+            for a1 in free(196):
+                for a2 in free(32):
+                    for r0 in reduce(32):
+                        in0 = p[a0, a1, r0]
+                        v0 = f32(in0)
+                        in1 = c[a0 // 12, a0 % 12, r0, a2]
+                        v1 = f32(in1)
+                        v2 = mul(v0, v1)
+                        acc0 <- sum(v2)
+                    v3 = bf16(acc0)
+                    z[a0, a1, a2] = v3
+    return (z,)
+"""
+
+
+def test_rows_made_longer_in_turned_memory_are_no_patches() -> None:
+    """Their copy has more elements than there are, and its last dimension does not lie along rows."""
+    copy, product = lowering(parse(TURNED), Options(target="sm_90a")).at("kernel").steps
+    (place,) = copy.writes
+    assert place in product.reads and place.type.element_strides == (6400, 1, 200)
+    x = np.random.default_rng(0).standard_normal(place.type.static_shape[:1] + (196, 32)).astype(place.type.dtype.numpy)
+    (stored_,) = simulator.run(k.Program("copy", copy.reads, (copy,), copy.writes), {copy.reads[0].name: x})
+    assert np.array_equal(stored_[:, :196], x) and not stored_[:, 196:].any()

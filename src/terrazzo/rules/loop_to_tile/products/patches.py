@@ -166,6 +166,8 @@ def rows_apart(kernel: l.Kernel) -> l.Kernel:
     shape = [n for n in sizes if isinstance(n, int)]
     if len(shape) < 2 or len(shape) < len(sizes) or total != math.prod(shape):
         return kernel
+    if store.buffer.type.element_strides[-1] != 1:  # what the axis walks first is no row
+        return kernel
     wide = shape[-1]
     divided = {x.b for x in topological([store]) if isinstance(x, FloorDiv | Mod) and x.a is axis}
     steps = sorted({wide, total, *(n for n in divided if isinstance(n, int) and n % wide == 0)})
