@@ -71,3 +71,40 @@ def test_every_number_of_float16_is_read_and_rounded_as_pytorch_does(tmp_path: P
     rounded = terrazzo.compile(lambda x: x.half(), wide, options=Options(target="cpu", cache_dir=tmp_path))
     torch.testing.assert_close(rounded(wide), wide.half(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(rounded(wide).signbit(), wide.signbit())
+
+
+RUNS = {
+    "pointwise": (lambda x, w: (x.float() * 3 + w.float()).half(), 1),
+    "rows": (lambda x, w: (x.float() / x.float().pow(2).mean(-1, keepdim=True) * w.float()).half(), 2),
+    "columns": (lambda x, w: (x.float() * w.float()).sum(0).half(), 1),
+    "scores": (lambda x, w: x.float().softmax(-1).half(), 1),
+}
+"""Functions of float16, and how many loops of each have runs."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("width", [32, 71, 300])
+def test_runs_of_float16_are_converted_by_the_processors_instruction(name: str, width: int, tmp_path: Path) -> None:
+    """Around the loops over lanes; compilers have no vectors of that instruction."""
+    torch.manual_seed(0)
+    function, loops = RUNS[name]
+    x, w = torch.randn(40, width).half(), torch.randn(width).half()
+    call = terrazzo.compile(function, x, w, options=Options(target="cpu", cache_dir=tmp_path))
+    torch.testing.assert_close(call(x, w), function(x, w), rtol=1e-3, atol=1e-6)
+    text = "\n".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
+    assert text.count("tz_widen_run(") >= loops
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_rounded_and_widened_again_stays_in_32_bits(dtype: Any, tmp_path: Path) -> None:
+    """Nothing is packed and taken apart, and every number is what the two conversions make of it."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    finite = every[every.isfinite()].sort().values
+    halfway = (finite[1:].double() + finite[:-1].double()).div(2).float()
+    ends = torch.tensor([65519.99, 65520.0, 3.39e38, -3.4e38, float("inf"), -float("inf"), float("nan"), 1e-40])
+    up, down = ends[4], ends[5]
+    x = torch.cat([every, halfway, halfway.nextafter(up), halfway.nextafter(down), finite.nextafter(up), ends])
+    call = terrazzo.compile(lambda x: x.to(dtype).float(), x, options=Options(target="cpu", cache_dir=tmp_path))
+    assert any("= tz_rounded<" in source for _, source in call.compiled.sources)
+    torch.testing.assert_close(call(x), x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(call(x)[x == x].signbit(), x[x == x].signbit())

@@ -11,10 +11,11 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.dialects.scalar import CASTS
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, bounds, comparison
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import Range, stays
-from terrazzo.ir.types import DTYPES, DType
+from terrazzo.ir.types import DTYPES, DType, bf16, f16, f32
 
 
 def c_type(dtype: DType) -> str:
@@ -205,7 +206,19 @@ def _short_range(found: tuple[int | None, int | None]) -> bool:
     return low is not None and high is not None and low > -(1 << 31) and high < 1 << 31
 
 
+def _rounded(x: l.Apply, scope: Scope) -> str:
+    """A number that is rounded to 16 bits and widened again, by a processor; "" for anything else."""
+    inner = x.args[0]
+    if not scope.notes_zero or x.fn is not CASTS[f32] or not isinstance(inner, l.Apply):
+        return ""
+    if inner.fn not in (CASTS[f16], CASTS[bf16]) or inner.args[0].dtype is not f32:  # type: ignore[attr-defined]
+        return ""
+    return f"tz_rounded<{inner.fn.name}>({term(inner.args[0], scope)})"
+
+
 def apply(x: l.Apply, scope: Scope) -> str:
+    if rounded := _rounded(x, scope):
+        return rounded
     args = [term(a, scope) for a in x.args]
     first = x.args[0].dtype  # type: ignore[attr-defined]
     if first.is_integer and x.fn.name in _WRAPPING:

@@ -16,6 +16,9 @@ from terrazzo.targets.terms import Scope, c_type, component, expression, literal
 
 Carried = l.Reduce | l.Scan
 
+SHORT = 32
+"""Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
+
 
 def types(r: Carried) -> tuple[Any, ...]:
     """The element type of each value of a reduction or scan."""

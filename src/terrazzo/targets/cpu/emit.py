@@ -22,15 +22,24 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import range_of
-from terrazzo.targets.cpu import blocked, chained, looked_up, scanned
-from terrazzo.targets.cpu.combine import accumulate, accumulators, declare, declare_lanes, meet, rounds, settled, types
-from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, by_value, header, noted, pieces, takes_several
+from terrazzo.targets.cpu import blocked, chained, columns, halves, looked_up, scanned
+from terrazzo.targets.cpu.combine import (
+    SHORT,
+    accumulate,
+    accumulators,
+    declare,
+    declare_lanes,
+    meet,
+    rounds,
+    settled,
+    types,
+)
+from terrazzo.targets.cpu.lanes import by_value, header, noted, pieces
 from terrazzo.targets.cpu.merged import as_stored, merged
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
+    PARALLEL,
     computed_for,
-    crossing,
-    groups,
     in_columns,
     is_leaf,
     needed,
@@ -43,19 +52,15 @@ from terrazzo.targets.cpu.rows import (
     trips,
     vectorises,
 )
-from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
+from terrazzo.targets.cpu.runs import Lanes
 from terrazzo.targets.cpu.tables import tabled
 from terrazzo.targets.cpu.turned import in_squares
 from terrazzo.targets.names import Names, comment, identifier
 from terrazzo.targets.terms import Scope, c_type, component, expression, in_memory, index, term
 
-PARALLEL = 20_000
-"""Points of a loop nest from which on a second thread pays."""
 CHUNKS = 64
 """Pieces a reduction without enough loops around it is cut into: fixed, so that the result does not depend on the
 threads."""
-SHORT = 32
-"""Steps of a sum at most, and of a sum of such sums in turn: what is rounded away grows with them."""
 
 
 @lru_cache(maxsize=1)
@@ -189,23 +194,48 @@ class _Writer:
         scope.names[x] = scope.fresh("in" if isinstance(x, l.Load) else "v")
         return [f"const {c_type(x.dtype)} {scope.names[x]} = {text};"]
 
-    def body(self, s: n.Loop, scope: Scope) -> list[str]:
-        """The body of a loop whose axes are named."""
+    def body(self, s: n.Loop, scope: Scope, lined: halves.Lined | None = None) -> list[str]:
+        """The body of a loop whose axes are named, or what it is where runs are converted around it."""
+        body = lined.body if lined else s.body
         place = f"[{scope.names[s.axes[0]]}]" if len(s.axes) == 1 else ""
         found = {x: row + place for x, row in self.found.get(id(s), {}).items()}
         scope.names.update(found)
         keep = {x: row + place for x, row in self.keep.get(id(s), {}).items()}
-        return self.statements(needed(s.body, scope.names) if found else s.body, scope, keep)
+        return self.statements(needed(body, scope.names) if found or (lined and lined.before) else body, scope, keep)
+
+    def in_line(self, s: n.Loop, scope: Scope, head: Lanes) -> list[str]:
+        """A leaf for a block of lanes, with what it reads and stores in line converted around the loop over them."""
+        inner = scope.inner()
+        lined = halves.lined(s.body, head.axis, head.start, head.most, inner)
+        body = self.body(s, inner, lined)
+        return [*lined.before, *head.loop(), *("  " + x for x in body), "}", *lined.behind]
+
+    def in_runs(self, s: n.Loop, scope: Scope, shared: bool) -> list[str]:
+        """A free loop in blocks of lanes whose runs are converted, which threads share, where it is `shared`."""
+        (axis,), block, inner = s.axes, scope.fresh("b"), scope.inner()
+        extent = int(axis.extent)
+        inner.names[axis] = name = scope.fresh("i")
+        most = min(halves.BLOCK, extent)
+        lanes = str(most) if extent % most == 0 else f"std::min<int64_t>({most}, {extent} - {block})"
+        return [
+            *(["#pragma omp parallel for num_threads(threads) schedule(static)"] if shared else []),
+            f"for (int64_t {block} = 0; {block} < {extent}; {block} += {most}) {{  // free, in runs",
+            f"  const int64_t lanes = {lanes};",
+            *("  " + x for x in self.in_line(s, inner, Lanes(axis, block, name, most))),
+            "}",
+        ]
 
     def loop(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop or a scan; the outermost ones share the work among threads."""
         if in_columns(s):
-            return self.columns(s, scope)
+            return columns.written(self, s, scope)
         large = not self.parallel and trips([s]) >= PARALLEL
         if is_leaf(s) and s.kind == "free" and (found := self.pieces(s, scope)):
             return [x for piece in found for x in self.loop(piece, scope.inner())]
         if text := scanned.written(self, s, scope, large) or looked_up.written(self, s, scope, large):
             return text
+        if halves.has_runs(s):
+            return self.in_runs(s, scope, large)
         nested, parallel = [s], False
         if large and s.kind == "free":
             while (
@@ -250,139 +280,6 @@ class _Writer:
         return [
             n.Loop(s.kind, (axis,), (*map(n.Let, computed_for(stores, scope.names)), *stores)) for axis, stores in found
         ]
-
-    def columns(self, s: n.Loop, scope: Scope) -> list[str]:
-        """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the
-        lanes.
-        """
-        (axis,) = s.axes
-        extent = int(axis.extent)
-        parallel = not self.parallel and trips([s]) >= PARALLEL
-        lanes = block(s, parallel)
-        inner = scope.inner()
-        inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
-        outer, self.parallel = self.parallel, True
-        lines = [
-            f"const auto {step} = [&](int64_t {start}, int64_t lanes, int& bad) __attribute__((always_inline)) "
-            "{  // free, side by side"
-        ]
-        head = Lanes(axis, start, inner.names[axis])
-        stages = groups(s.body)
-        for k, group in enumerate(stages):
-            if isinstance(group[0], n.Loop):
-                lines += ["  " + x for x in self.side_by_side(group[0], inner, head, lanes)]
-                settled(group[0], inner)
-                continue
-            needed_there = crossing(group, [x for j, other in enumerate(stages) if j != k for x in other])
-            arrays = {x: inner.fresh("v") for x in needed_there}
-            lines += [f"  {c_type(x.dtype)} {name}[{lanes}];" for x, name in arrays.items()]
-            here = inner.inner()
-            text = self.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
-            lines += ["  " + x for x in (*head.loop(), *("  " + x for x in text), "}")]
-            inner.names.update({x: f"{name}[l]" for x, name in arrays.items()})
-            inner.names.update(
-                {x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)}
-            )
-        lines.append("};")
-        self.parallel = outer
-        if parallel:
-            lines.append("#pragma omp parallel for num_threads(threads) schedule(static)")
-        lines.append(f"for (int64_t {start} = 0; {start} < {extent}; {start} += {lanes})")
-        full = f"{step}({start}, {lanes}, bad);"
-        if extent % lanes:
-            full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start}, bad);"
-        return [*lines, "  " + full]
-
-    def side_by_side(
-        self, s: n.Loop, scope: Scope, head: Lanes, lanes: int, start: str = "0", end: str = "", steps: int = 0
-    ) -> list[str]:
-        """A reduction or scan for a block of lanes at a time, each with its own accumulators; its first axis from
-        `start` to `end`, which are so many `steps` at most, where they are given.
-        """
-        extent = s.axes[0].extent
-        end, steps = end or index(extent, scope), steps or (extent if isinstance(extent, int) else SHORT**3)
-        others = math.prod(a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes[1:])
-        if all(rounds(r) for r in s.carried) and steps * others > SHORT:
-            return self.short_columns(s, scope, head, lanes, start, end, steps)
-        lines = declare_lanes(s, lanes, scope)
-        inner = scope.inner()
-        bounds = [(start, end), *(("0", index(a.extent, scope)) for a in s.axes[1:])]
-        heads = [header(a, inner, s.kind, *b) for a, b in zip(s.axes, bounds, strict=True)]
-        last = heads.pop()
-        if takes_several(s):
-            body = self.several(s, inner, head, *bounds[-1], AT_A_TIME * (2 if lanes in WIDE else 1))
-        else:
-            body = [last, *("  " + x for x in self.lanes(s, inner, head)), "}"]
-        lines += ["  " * k + x for k, x in enumerate(heads)]
-        lines += ["  " * len(heads) + x for x in body]
-        return lines + ["  " * k + "}" for k in reversed(range(len(heads)))]
-
-    def several(self, s: n.Loop, scope: Scope, head: Lanes, start: str, end: str, many: int) -> list[str]:
-        """The steps of the last axis of sums, several of them in one loop over the lanes: accumulators are read and
-        written once for all of these, and as many rows of memory are read side by side.
-        """
-        axis = s.axes[-1]
-        step = scope.names[axis]
-        lines = [f"int64_t {step} = {start};"]
-        lines.append(f"for (; {step} + {many} <= {end}; {step} += {many}) {{  // {s.kind}")
-        body = []
-        for k in range(many):
-            inner = scope.inner()
-            inner.names[axis] = name = scope.fresh("i")
-            same, rest = self.same(s, inner, head)
-            lines += ["  " + x for x in (f"const int64_t {name} = {step} + {k};", *same)]
-            body += ["    " + x for x in self.body(rest, inner)]
-        lines += [*("  " + x for x in head.loop()), *body]
-        lines += ["  }", "}", f"for (; {step} < {end}; {step}++) {{"]
-        return [*lines, *("  " + x for x in self.lanes(s, scope, head)), "}"]
-
-    def lanes(self, s: n.Loop, scope: Scope, head: Lanes) -> list[str]:
-        """One step of a reduction or scan for all lanes; in three parts, where a guard holds for some lanes in the
-        middle.
-        """
-        asked = None if id(s) in self.found or id(s) in self.keep else guards(loads_of(s.body), head.axis)
-        if asked is None:
-            same, s = self.same(s, scope, head)
-            return [*same, *head.loop(), *("  " + x for x in self.body(s, scope)), "}"]
-        lines, low, high = between(asked, head.axis, scope, head.start, f"{head.start} + lanes")
-        ends = ["0", f"{low} - {head.start}", f"{high} - {head.start}", "lanes"]
-        for begin, end, inside in zip(ends, ends[1:], (False, True, False), strict=False):
-            body = self.statements(where_asked(s.body, inside, scope.names), scope.inner())
-            lines += [*head.loop(begin, end), *("  " + x for x in body), "}"]
-        return lines
-
-    def same(self, s: n.Loop, scope: Scope, head: Lanes) -> tuple[list[str], n.Loop]:
-        """What is the same for all lanes, before them, where data says which row they read: it is checked once. And the
-        loop without it.
-        """
-        fixed = [x for x in s.body if isinstance(x, n.Let) and head.axis not in x.term.free]
-        values = {x.term for x in fixed}
-        if id(s) in self.found or id(s) in self.keep or not any(e.value in values for e in self.gathered):
-            return [], s
-        lines = [*self.statements(fixed, scope), *self.checked(scope)]
-        return lines, n.Loop(s.kind, s.axes, tuple(x for x in s.body if x not in fixed), s.carried)
-
-    def short_columns(
-        self, s: n.Loop, scope: Scope, head: Lanes, lanes: int, start: str, end: str, steps: int
-    ) -> list[str]:
-        """Long sums for a block of lanes as sums of shorter ones: of pieces of the first axis, while it is long, and of
-        what the other axes are summed over.
-        """
-        lines = declare_lanes(s, lanes, scope, long=True)
-        outside = {r: accumulators(r, scope) for r in s.carried}
-        inner = scope.inner()
-        if steps > SHORT:
-            size = next(x for x in (SHORT**3, SHORT**2, SHORT) if x < steps)
-            loop, piece, until = pieces(start, end, size, scope)
-            lines += loop
-            body = self.side_by_side(s, inner, head, lanes, piece, until, size)
-        else:
-            lines.append(header(s.axes[0], inner, s.kind, start, end))
-            body = self.side_by_side(n.Loop(s.kind, s.axes[1:], s.body, s.carried), inner, head, lanes)
-        body += ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {"]
-        for r, names in outside.items():
-            body += ["  " + x for x in accumulate(names, r, accumulators(r, inner), scope)]
-        return [*lines, *("  " + x for x in (*body, "}")), "}"]
 
     def reduction(self, s: n.Loop, scope: Scope) -> list[str]:
         """Accumulators at their identity, then the loops. A long one that nothing around makes parallel is cut into
@@ -448,14 +345,11 @@ class _Writer:
         """The last axis of a reduction in lanes, as many of them at a time."""
         last = s.axes[-1]
         inner.names[last], block, step = inner.fresh("i"), inner.fresh("b"), inner.fresh("step")
-        body = [f"const int64_t {inner.names[last]} = {block} + l;", *self.body(s, inner)]
+        body = self.in_line(s, inner, Lanes(last, block, inner.names[last], lanes))
         text = [
             f"const auto {step} = [&](int64_t {block}, int64_t lanes, int& bad) __attribute__((always_inline)) "
             f"{{  // reduce, {lanes} at a time",
-            "  #pragma omp simd",
-            "  for (int64_t l = 0; l < lanes; l++) {",
-            *("    " + x for x in body),
-            "  }",
+            *("  " + x for x in body),
             "};",
             f"int64_t {block} = {start};",
             f"for (; {block} + {lanes} <= {end}; {block} += {lanes}) {step}({block}, {lanes}, bad);",

@@ -8,6 +8,7 @@ from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr
 from terrazzo.ir.node import topological
+from terrazzo.ir.types import f16
 from terrazzo.targets.cpu.combine import rounds
 from terrazzo.targets.cpu.runs import loads_of
 from terrazzo.targets.terms import Scope, index
@@ -34,10 +35,13 @@ def block(s: n.Loop, parallel: bool) -> int:
 
 def takes_several(s: n.Loop) -> bool:
     """Whether several steps of sums are taken at a time: they are little work, and the same at all places. What is no
-    sum, such as a maximum that keeps NaN, compilers no longer vectorise then.
+    sum, such as a maximum that keeps NaN, compilers no longer vectorise then; and runs of float16 that are converted
+    would leave the first-level cache.
     """
     last, work = s.axes[-1].extent, (x.term for x in s.body if isinstance(x, n.Let))
-    if not all(map(rounds, s.carried)) or not isinstance(last, int) or last < AT_A_TIME:
+    if not (s.carried and all(map(rounds, s.carried))) or not isinstance(last, int) or last < AT_A_TIME:
+        return False
+    if any(x.dtype is f16 for x in loads_of(s.body)):  # type: ignore[attr-defined]
         return False
     little = sum(x.fn.cost for x in work if isinstance(x, l.Apply)) <= LITTLE
     return little and not any(isinstance(x, l.Load) and x.inside for x in topological(loads_of(s.body)))

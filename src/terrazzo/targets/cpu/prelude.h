@@ -50,6 +50,19 @@ TZ f16 tz_narrow_f16(float x) {
   return (f16)(uint16_t)(r | (0x7e00 & -(int32_t)(x != x)) | (u >> 16 & 0x8000));
 }
 
+// A number rounded to 16 bits, which stays in 32: as above, but nothing is packed and taken apart again.
+template <class T> TZ float tz_rounded(float x) {
+  const int32_t u = tz_bits<int32_t>(x), nan = -(int32_t)(x != x);
+  if constexpr (std::is_same_v<T, bf16>) {
+    return tz_bits<float>(((u + 0x7fff + (u >> 16 & 1)) & (int32_t)0xffff0000) | (0x7fc00000 & nan));
+  } else {
+    const int32_t a = u & 0x7fffffff, normal = (a + 0xfff + (a >> 13 & 1)) & ~0x1fff;
+    const int32_t tiny = tz_bits<int32_t>((tz_bits<float>(a) + 0.5f) - 0.5f);
+    const int32_t r = a < 0x38800000 ? tiny : normal < 0x47800000 ? normal : 0x7f800000;
+    return tz_bits<float>(r | (0x7fc00000 & nan) | (u & (int32_t)0x80000000));
+  }
+}
+
 template <class T> constexpr bool tz_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
 #define TZ_COMPARE(op) \
   TZ bool operator op(f16 a, f16 b) { return tz_widen(a) op tz_widen(b); } \
@@ -76,6 +89,43 @@ template <class To, class From> TZ To tz_from_float(From x) {
 template <class T> TZ bool tz_signbit(T x) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   return tz_bits<Bits>(x) >> (8 * sizeof x - 1);
+}
+
+// Runs of float16 as float32 and back, eight numbers at a time where the processor has instructions for that. (Their
+// header takes longer to read than a kernel takes to compile.)
+#if defined(__F16C__)
+typedef float tz_singles __attribute__((vector_size(32)));
+#if defined(__clang__)
+typedef _Float16 tz_halves __attribute__((vector_size(16)));
+TZ tz_singles tz_widen(tz_halves x) { return __builtin_convertvector(x, tz_singles); }
+TZ tz_halves tz_narrow(tz_singles x) { return __builtin_convertvector(x, tz_halves); }
+#else
+typedef short tz_halves __attribute__((vector_size(16)));
+TZ tz_singles tz_widen(tz_halves x) { return __builtin_ia32_vcvtph2ps256(x); }
+TZ tz_halves tz_narrow(tz_singles x) { return __builtin_ia32_vcvtps2ph256(x, 0); }  // 0: to nearest even
+#endif
+#endif
+TZ void tz_widen_run(const f16* from, float* to, int64_t n) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (tz_halves x; i + 8 <= n; i += 8) {
+    memcpy(&x, from + i, sizeof x);
+    const tz_singles y = tz_widen(x);
+    memcpy(to + i, &y, sizeof y);
+  }
+#endif
+  for (; i < n; i++) to[i] = tz_widen(from[i]);
+}
+TZ void tz_narrow_run(const float* from, f16* to, int64_t n) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  for (tz_singles x; i + 8 <= n; i += 8) {
+    memcpy(&x, from + i, sizeof x);
+    const tz_halves y = tz_narrow(x);
+    memcpy(to + i, &y, sizeof y);
+  }
+#endif
+  for (; i < n; i++) to[i] = tz_narrow_f16(from[i]);
 }
 
 // An index that came from data: out of range is noted, and reads element 0 until the kernel returns.
@@ -332,6 +382,11 @@ template <int wide, class T> static inline void tz_across(const T* from, int64_t
   for (; a0 < na; a0++)
     for (int64_t b = 0; b < nb; b++) to[a0 * wide + b] = from[b * stride + a0];
 }
+// So many numbers, converted.
+template <int n, class T, class S> TZ void tz_cast_run(const S* from, T* to) {
+  if constexpr (std::is_same_v<S, f16> && std::is_same_v<T, float>) tz_widen_run(from, to, n);
+  else for (int i = 0; i < n; i++) to[i] = tz_cast<T>(from[i]);
+}
 // panel[k][j] = w[j * stride + k]: a transposition, in squares of one vector, converted on the way.
 template <class T, class S> static inline void tz_pack_transposed(const S* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
   using V = typename tz_vec<T>::type;
@@ -344,7 +399,7 @@ template <class T, class S> static inline void tz_pack_transposed(const S* w, in
         V square[L];
         for (int j = 0; j < L; j++) {
           T row[L];
-          for (int k = 0; k < L; k++) row[k] = tz_cast<T>(w[(j0 + j) * stride + k0 + k]);
+          tz_cast_run<L>(w + (j0 + j) * stride + k0, row);
           square[j] = *(const M*)row;
         }
         tz_turn<L / 2>(square);
@@ -357,7 +412,7 @@ template <class T, class S> static inline void tz_pack_transposed(const S* w, in
 template <class T, class S> static inline void tz_pack_rows(const S* w, int64_t stride, T* panel, int64_t kc, int64_t n) {
   constexpr int N = tz_cols<T>();
   for (int64_t k = 0; k < kc; k++) {
-    if (n == N) for (int j = 0; j < N; j++) panel[k * N + j] = tz_cast<T>(w[k * stride + j]);
+    if (n == N) tz_cast_run<N>(w + k * stride, panel + k * N);
     else for (int64_t j = 0; j < N; j++) panel[k * N + j] = j < n ? tz_cast<T>(w[k * stride + j]) : (T)0;
   }
 }

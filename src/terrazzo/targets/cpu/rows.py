@@ -16,6 +16,9 @@ WORTH_KEEPING = 6.0
 LARGEST_ROWS = 1 << 18
 """Bytes of kept rows in one scope: they live on the stack, and in the second-level cache."""
 
+PARALLEL = 20_000
+"""Points of a loop nest from which on a second thread pays."""
+
 SHORT = 16
 """Steps of a reduction from which on there are vectors of them."""
 NEAR = (2, 3, 4)

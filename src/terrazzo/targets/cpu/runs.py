@@ -66,11 +66,12 @@ def zero(x: l.Load) -> Any:
 
 @dataclass(frozen=True)
 class Lanes:
-    """A block of values of an axis from `start` on, of which a loop has one a lane: called `name`."""
+    """A block of values of an axis from `start` on, of which a loop has one a lane, `most` at most: called `name`."""
 
     axis: Any
     start: str
     name: str
+    most: int
 
     def loop(self, begin: str = "0", end: str = "lanes") -> list[str]:
         """The head of a loop over some of the lanes."""
