@@ -6,11 +6,12 @@ template <class To, class From> TZ To tz_cast(From x) {
   else if constexpr (tz_half<To>) {
     float f;
     if constexpr (std::is_same_v<From, double>) f = tz_to_odd(x);
-    else f = (float)x;
+    else f = tz_cast<float>(x);
     if constexpr (std::is_same_v<To, f16>) return tz_narrow_f16(f);
     else return tz_narrow_bf16(f);
   }
   else if constexpr (std::is_same_v<To, bool>) return x != (From)0;
+  else if constexpr (std::is_same_v<From, bool> && std::is_floating_point_v<To>) return x ? (To)1 : (To)0;  // GCC 12 has no vectors of the conversion
   else if constexpr (std::is_floating_point_v<From> && std::is_integral_v<To>) return tz_from_float<To>(x);
   else return (To)x;
 }
