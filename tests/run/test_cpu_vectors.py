@@ -108,3 +108,37 @@ def test_what_is_rounded_and_widened_again_stays_in_32_bits(dtype: Any, tmp_path
     assert any("= tz_rounded<" in source for _, source in call.compiled.sources)
     torch.testing.assert_close(call(x), x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(call(x)[x == x].signbit(), x[x == x].signbit())
+
+
+@pytest.mark.parametrize("shape", [(300, 96), (2048, 300), (100, 17)])
+def test_tall_columns_are_reduced_in_pieces_that_threads_share(shape: tuple[int, int], tmp_path: Path) -> None:
+    """Of rows as they lie, and what pieces come to is combined in order: results do not depend on the threads."""
+    torch.manual_seed(0)
+    x, g = torch.randn(shape), torch.randn(shape)
+
+    def fn(x: Any, g: Any) -> Any:
+        var, mean = torch.var_mean(x, 0)
+        return (g * (x - mean)).sum(0) * var.rsqrt(), (x.amax(0), g.argmin(0), (x > 3).any(0), mean)
+
+    options = [Options(target="cpu", cache_dir=tmp_path, threads=threads) for threads in (1, 2, 3)]
+    calls = [terrazzo.compile(fn, x, g, options=o) for o in options]
+    results = [call(x, g) for call in calls]
+    text = "\n".join(source[source.index('extern "C" int k_') :] for _, source in calls[0].compiled.sources)
+    assert ("int64_t chunk" in text) is (shape[0] > 128)
+    exact = fn(x.double(), g.double())
+    torch.testing.assert_close(results[0], fn(x, g), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[0][0].double(), exact[0], rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(results[0][0], r[0]) and torch.equal(results[0][1][3], r[1][3]) for r in results[1:])
+
+
+def test_truths_become_floats_in_vectors(tmp_path: Path) -> None:
+    """GCC has no vectors of that conversion beside calls of the C library: a loss of logits took ten times as long."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 50), torch.randn(40, 50)
+    compiler = find_compiler(None, Cache(tmp_path, 1 << 30))
+    if compiler is None or "-DTZ_VECTOR_MATH" not in compiler.flags:
+        pytest.skip("the compiler has no vector forms from the C library")
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    compiled(lambda x, y: loss(x, (y > 0).to(x.dtype)), tmp_path, x, y)
+    (library,) = (p for p in tmp_path.rglob("*.so") if b"k_" in p.read_bytes())
+    assert b"_ZGV" in library.read_bytes()

@@ -5,16 +5,16 @@ accumulators of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node
 from terrazzo.targets.cpu import halves
-from terrazzo.targets.cpu.combine import SHORT, accumulate, accumulators, declare_lanes, rounds, settled
+from terrazzo.targets.cpu.combine import SHORT, accumulate, accumulators, declare_lanes, rounds, settled, types, wide
 from terrazzo.targets.cpu.lanes import AT_A_TIME, WIDE, block, header, pieces, takes_several
 from terrazzo.targets.cpu.rows import PARALLEL, crossing, groups, trips
 from terrazzo.targets.cpu.runs import Lanes, between, guards, loads_of, where_asked
@@ -40,6 +40,14 @@ class Writer(Protocol):
     def in_line(self, s: n.Loop, scope: Scope, head: Lanes) -> list[str]: ...
 
 
+CHUNKS = 64
+"""Pieces at most that tall columns are cut into: fixed, so that results do not depend on the threads."""
+STEPS = 32
+"""Steps of a piece at least."""
+MANY = 7 * 256
+"""Lanes up to which columns are cut into pieces: blocks of more are enough for threads, and their rows long runs."""
+
+
 def written(writer: Writer, s: n.Loop, scope: Scope) -> list[str]:
     """A free loop in blocks of lanes: what is inside runs over a block at a time, so that memory is read along the
     lanes.
@@ -47,40 +55,130 @@ def written(writer: Writer, s: n.Loop, scope: Scope) -> list[str]:
     (axis,) = s.axes
     extent = int(axis.extent)
     parallel = not writer.parallel and trips([s]) >= PARALLEL
+    if parallel and extent <= MANY and all(_is_tall(x) for x in s.body if isinstance(x, n.Loop)):
+        return _Tall(writer, s, scope.inner()).lines()
     lanes = block(s, parallel)
     inner = scope.inner()
     inner.names[axis], step, start = inner.fresh("i"), inner.fresh("columns"), inner.fresh("b")
     outer, writer.parallel = writer.parallel, True
-    lines = [
-        f"const auto {step} = [&](int64_t {start}, int64_t lanes, int& bad) __attribute__((always_inline)) "
-        "{  // free, side by side"
-    ]
+    lines = [_head(step, start)]
     head = Lanes(axis, start, inner.names[axis], lanes)
-    stages = groups(s.body)
-    for k, group in enumerate(stages):
+    for group, others in _stages(s):
         if isinstance(group[0], n.Loop):
             lines += ["  " + x for x in _Block(writer, head).side_by_side(group[0], inner)]
             settled(group[0], inner)
-            continue
-        needed_there = crossing(group, [x for j, other in enumerate(stages) if j != k for x in other])
-        arrays = {x: inner.fresh("v") for x in needed_there}
-        lines += [f"  {c_type(x.dtype)} {name}[{lanes}];" for x, name in arrays.items()]
-        here = inner.inner()
-        text = writer.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
-        lines += ["  " + x for x in (*head.loop(), *("  " + x for x in text), "}")]
-        inner.names.update({x: f"{name}[l]" for x, name in arrays.items()})
-        inner.names.update(
-            {x.term: here.names[x.term] for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get)}
-        )
+        else:
+            lines += ["  " + x for x in _Block(writer, head).between(group, others, inner, "l")]
     lines.append("};")
     writer.parallel = outer
     if parallel:
         lines.append("#pragma omp parallel for num_threads(threads) schedule(static)")
     lines.append(f"for (int64_t {start} = 0; {start} < {extent}; {start} += {lanes})")
-    full = f"{step}({start}, {lanes}, bad);"
-    if extent % lanes:
-        full = f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start}, bad);"
-    return [*lines, "  " + full]
+    return [*lines, "  " + _called(step, start, lanes, extent)]
+
+
+def _stages(s: n.Loop) -> Iterator[tuple[list[Any], list[n.Statement]]]:
+    """Loops one by one and what stands between them, each with all others."""
+    stages = groups(s.body)
+    for k, group in enumerate(stages):
+        yield group, [x for j, other in enumerate(stages) if j != k for x in other]
+
+
+def _head(step: str, start: str, more: str = "") -> str:
+    """The head of a lambda for a block of lanes."""
+    inside = f"(int64_t {start}, int64_t lanes, {more}int& bad) __attribute__((always_inline))"
+    return f"const auto {step} = [&]{inside} {{  // free, side by side"
+
+
+def _called(step: str, start: str, lanes: int, extent: int, more: str = "") -> str:
+    """Its call for a block, in which it is known how long whole blocks are."""
+    full = f"{step}({start}, {lanes}, {more}bad);"
+    if extent % lanes == 0:
+        return full
+    return f"if ({start} + {lanes} <= {extent}) {full} else {step}({start}, {extent} - {start}, {more}bad);"
+
+
+def _is_tall(s: n.Loop) -> bool:
+    """Whether it reduces columns that are long enough to be cut into pieces."""
+    first = s.axes[0].extent
+    return s.kind == "reduce" and isinstance(first, int) and first >= 4 * STEPS
+
+
+@dataclass(frozen=True)
+class _Tall:
+    """Writes a free loop with few points whose columns are tall: threads share pieces of these, in which memory is read
+    in runs as long as rows are, and what pieces come to is combined in order.
+    """
+
+    writer: Writer
+    s: n.Loop
+    scope: Scope
+
+    def lines(self) -> list[str]:
+        """The loop."""
+        (axis,) = self.s.axes
+        extent = int(axis.extent)
+        self.scope.names[axis] = name = self.scope.fresh("i")
+        whole = Lanes(axis, "0", name, extent)
+        lines = [f"const int64_t lanes = {extent};"]
+        outer, self.writer.parallel = self.writer.parallel, True
+        for group, others in _stages(self.s):
+            if isinstance(group[0], n.Loop):
+                lines += self.reduced(group[0], whole)
+            else:
+                lines += _Block(self.writer, whole).between(group, others, self.scope, name)
+        self.writer.parallel = outer
+        return ["{", *("  " + x for x in lines), "}"]
+
+    def reduced(self, s: n.Loop, whole: Lanes) -> list[str]:
+        """A reduction: in pieces, for a block of lanes at a time, and then all of them."""
+        scope, first, extent = self.scope, int(s.axes[0].extent), whole.most
+        count = min(CHUNKS, first // STEPS)
+        lanes = min(256, extent)
+        step, start, chunk = scope.fresh("columns"), scope.fresh("b"), scope.fresh("chunk")
+        inner = scope.inner()
+        begin, end = inner.fresh("begin"), inner.fresh("end")
+        body = [
+            f"const int64_t {begin} = {first}LL * {chunk} / {count}, {end} = {first}LL * ({chunk} + 1) / {count};",
+            *_Block(self.writer, Lanes(whole.axis, start, whole.name, lanes)).side_by_side(
+                s, inner, begin, end, -(-first // count)
+            ),
+        ]
+        lines = declare_lanes(s, extent, scope, long=True)
+        combined, freed = [], []
+        for r in s.carried:
+            mine, ours = accumulators(r, inner), accumulators(r, scope)
+            parts = [scope.fresh("part") for _ in ours]
+            for part, kind in zip(parts, types(r), strict=True):
+                kept = "f64" if wide(r) else c_type(kind)
+                size = f"(sizeof({kept}) * {extent * count} + 63) / 64 * 64"
+                lines.append(f"{kept}* {part} = ({kept}*)aligned_alloc(64, {size});")
+                freed.append(f"free({part});")
+            place = f"[{chunk} * {extent} + {start} + l]"
+            stored = [f"  {part}{place} = {x};" for part, x in zip(parts, mine, strict=True)]
+            body += ["#pragma omp simd", "for (int64_t l = 0; l < lanes; l++) {", *stored, "}"]
+            given = [f"{part}[{chunk} * {extent} + l]" for part in parts]
+            combined += ["  " + x for x in accumulate(ours, r, given, scope)]
+        lines += [
+            _head(step, start, f"int64_t {chunk}, "),
+            *("  " + x for x in body),
+            "};",
+            "#pragma omp parallel for collapse(2) num_threads(threads) schedule(static)",
+            f"for (int64_t {chunk} = 0; {chunk} < {count}; {chunk}++)",
+            f"for (int64_t {start} = 0; {start} < {extent}; {start} += {lanes})",
+            "  " + _called(step, start, lanes, extent, f"{chunk}, "),
+            f"for (int64_t {chunk} = 0; {chunk} < {count}; {chunk}++) {{  // in order",
+            "  #pragma omp simd",
+            "  for (int64_t l = 0; l < lanes; l++) {",
+            *("  " + x for x in combined),
+            "  }",
+            "}",
+            *freed,
+        ]
+        for r in s.carried:
+            scope.names[r] = scope.names[r].replace("[l]", f"[{whole.name}]")
+        settled(s, scope)
+        return lines
 
 
 @dataclass(frozen=True)
@@ -89,6 +187,19 @@ class _Block:
 
     writer: Writer
     head: Lanes
+
+    def between(
+        self, group: Sequence[n.Statement], others: Sequence[n.Statement], scope: Scope, lane: str
+    ) -> list[str]:
+        """What stands between loops, and arrays of what the `others` use of it, each at its `lane`."""
+        arrays = {x: scope.fresh("v") for x in crossing(group, others)}
+        here = scope.inner()
+        text = self.writer.statements(group, here, {x: f"{name}[l]" for x, name in arrays.items()})
+        scope.names.update({x: f"{name}[{lane}]" for x, name in arrays.items()})
+        gets = (x.term for x in group if isinstance(x, n.Let) and isinstance(x.term, l.Get))
+        scope.names.update({x: here.names[x] for x in gets})
+        kept = [f"{c_type(x.dtype)} {name}[{self.head.most}];" for x, name in arrays.items()]
+        return [*kept, *self.head.loop(), *("  " + x for x in text), "}"]
 
     def side_by_side(self, s: n.Loop, scope: Scope, start: str = "0", end: str = "", steps: int = 0) -> list[str]:
         """A reduction or scan for a block of lanes at a time, each with its own accumulators; its first axis from
