@@ -227,7 +227,17 @@ def is_called(op: Any) -> bool:
 
 def takes_any_strides(name: str) -> bool:
     """Whether an op may be given its arguments as they lie in memory, whatever eager mode would give it."""
-    return name in FAMILIES
+    return name in FAMILIES or name.split(".")[1].removesuffix("_backward") in OF_IMAGES
+
+
+OF_IMAGES = frozenset(
+    ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d", "avg_pool2d",
+     "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad2d", "replication_pad2d",
+     "grid_sampler_2d", "grid_sampler_3d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+)  # fmt: skip
+"""Ops whose results are the same numbers wherever the channels of an image lie. To copy an image that has them last
+took four times as long as the gradient of its pooling.
+"""
 
 
 def chosen(name: str, dtype: str) -> bool:
