@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,19 @@ def test_what_lies_in_several_orders_is_computed_in_one(dtype: torch.dtype, tmp_
     ours, eager = terrazzo.compile(fn, *given, options=options)(*given), fn(*given)
     exact = fn(*(t.double() for t in given))
     assert accuracy(list(ours), list(eager), list(exact)).problem == ""
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_is_known_of_a_group_of_channels_is_computed_once(last: bool, tmp_path: Path) -> None:
+    """And not for each of its channels, unless these lie side by side: lanes are channels then."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 12, 9, 11), torch.randn(12)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+
+    def fn(x: Any, w: Any) -> Any:
+        return torch.nn.functional.group_norm(x, 4, w, w)
+
+    call = terrazzo.compile(fn, x, w, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})
+    torch.testing.assert_close(call(x, w), fn(x, w), rtol=1e-5, atol=1e-5)
+    text = "".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
+    assert bool(re.search(r"i\d+ < 4; i\d+\+\+\) {  // free", text)) is not last

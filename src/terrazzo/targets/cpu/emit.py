@@ -35,7 +35,7 @@ from terrazzo.targets.cpu.combine import (
     types,
 )
 from terrazzo.targets.cpu.lanes import by_value, header, noted, pieces
-from terrazzo.targets.cpu.merged import as_stored, merged
+from terrazzo.targets.cpu.merged import as_stored, merged, quotients_apart
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
     PARALLEL,
@@ -106,10 +106,15 @@ def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
         for b in table.writes:
             scope.buffers[b] = scope.fresh("table")
             lines.append(f"alignas(64) {in_memory(b.type.dtype)} {scope.buffers[b]}[{math.prod(b.type.static_shape)}];")
-        lines += _Writer(merged(as_stored(table)), scope).lines()
+        lines += _Writer(_walked(table), scope).lines()
     scope.spans |= {load: found for load, x in terms.items() if (found := range_of(x)) is not None}
     body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
-    return [*lines, *(body or [x for k in apart(kernel) for x in _Writer(merged(as_stored(k)), scope).lines()])]
+    return [*lines, *(body or [x for k in apart(kernel) for x in _Writer(_walked(k), scope).lines()])]
+
+
+def _walked(kernel: l.Kernel) -> l.Kernel:
+    """A kernel with the axes along which it is walked."""
+    return merged(as_stored(quotients_apart(kernel)))
 
 
 def _span(b: l.Buffer) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
-from terrazzo.ir.node import substitute, topological, transformed
+from terrazzo.ir.expr import Expr, FloorDiv, Var
+from terrazzo.ir.node import substitute, substituted, topological, transformed
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
 
 
@@ -59,6 +59,38 @@ def as_stored(kernel: l.Kernel) -> l.Kernel:
     axes = tuple(sorted(kernel.axes, key=lambda a: -by[a][0]))
     alike = all(x >= y for a, b in pairwise(axes) for x, y in zip(by[a], by[b], strict=True))
     return l.Kernel(kernel.name, axes, kernel.stores, kernel.source) if alike and axes != kernel.axes else kernel
+
+
+def quotients_apart(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with an axis in two where reductions know its quotient alone: what is known of a group of channels is
+    computed for the group, and not again for each of its channels. Channels that lie side by side stay so.
+    """
+    reduces = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]
+    new: dict[Any, Any] = {}
+    axes: list[Var] = []
+    for a in kernel.axes:
+        known = [x for x in reduces if a in x.free]
+        steps = {x.b for x in topological(known) if isinstance(x, FloorDiv) and x.a is a}
+        step = steps.pop() if len(steps) == 1 else None
+        new[a] = a
+        if isinstance(a.extent, int) and isinstance(step, int) and a.extent % step == 0:
+            whole, part = Var(l.fresh_name(), a.extent // step), Var(l.fresh_name(), step)
+            if all(_knows_quotient(x, a, whole * step + part, part) for x in known):
+                new[a] = whole * step + part
+                axes += [whole, part]
+                continue
+        axes.append(a)
+    if len(axes) == len(kernel.axes):
+        return kernel
+    return l.Kernel(kernel.name, tuple(axes), substituted(kernel.stores, new), kernel.source)
+
+
+def _knows_quotient(x: Any, axis: Var, digits: Any, part: Var) -> bool:
+    """Whether a term does not know the last of two digits of an axis, and reads nothing that lies in line along it."""
+    loads = [y for y in topological([x]) if isinstance(y, l.Load)]
+    lying = [pair for y in loads for pair in zip(y.index, y.buffer.type.element_strides, strict=True)]
+    beside = any(by == 1 and isinstance(e, Expr) and axis in e.free for e, by in lying)
+    return not beside and part not in substitute(x, {axis: digits}).free
 
 
 def _one_run(node: Any) -> Any:
