@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from terrazzo.ir import nest as n
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node
@@ -244,7 +245,7 @@ class _Block:
 
     def lanes(self, s: n.Loop, scope: Scope) -> list[str]:
         """One step of a reduction or scan for all lanes; in three parts, where a guard holds for some lanes in the
-        middle.
+        middle, and one of two, where it holds for all or none: loops whose length is known are vectors to the end.
         """
         asked = (
             None
@@ -254,12 +255,20 @@ class _Block:
         if asked is None:
             same, s = self.same(s, scope)
             return [*same, *self.writer.in_line(s, scope, self.head)]
+        if all(coefficient(e, self.head.axis) == 0 for e in asked):
+            holds = " && ".join(f"{index(e, scope)} >= 0" for e in asked)
+            then, otherwise = (self._where(s, x, scope) for x in (True, False))
+            return [f"if ({holds}) {{", *("  " + x for x in then), "} else {", *("  " + x for x in otherwise), "}"]
         lines, low, high = between(asked, self.head.axis, scope, self.head.start, f"{self.head.start} + lanes")
         ends = ["0", f"{low} - {self.head.start}", f"{high} - {self.head.start}", "lanes"]
-        for begin, end, inside in zip(ends, ends[1:], (False, True, False), strict=False):
-            body = self.writer.statements(where_asked(s.body, inside, scope.names), scope.inner())
-            lines += [*self.head.loop(begin, end), *("  " + x for x in body), "}"]
+        for begin, end, holding in zip(ends, ends[1:], (False, True, False), strict=False):
+            lines += self._where(s, holding, scope, begin, end)
         return lines
+
+    def _where(self, s: n.Loop, inside: bool, scope: Scope, begin: str = "0", end: str = "lanes") -> list[str]:
+        """One step for the lanes from `begin` to `end`, for which a guard holds, or does not."""
+        body = self.writer.statements(where_asked(s.body, inside, scope.names), scope.inner())
+        return [*self.head.loop(begin, end), *("  " + x for x in body), "}"]
 
     def same(self, s: n.Loop, scope: Scope) -> tuple[list[str], n.Loop]:
         """What is the same for all lanes, before them, where data says which row they read: it is checked once. And the

@@ -29,7 +29,7 @@ def block(s: n.Loop, parallel: bool) -> int:
     extent = s.axes[0].extent
     assert isinstance(extent, int)
     streams = parallel and all(takes_several(x) for x in s.body if isinstance(x, n.Loop))
-    widths = (*(WIDE if streams else ()), 256, 64)
+    widths = (*(WIDE if streams else ()), 256, 64, 32)
     return next((w for w in widths if (extent > 7 * w if parallel else extent >= 3 * w // 4)), 16)
 
 
