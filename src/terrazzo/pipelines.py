@@ -145,7 +145,7 @@ def _as_read(p: l.Program, log: Log, options: Options) -> l.Program:
     p = narrow(p, log)
     p = dimensions_of_products(pixels_together(p, log) if boxes else p, log, copied=boxes)
     p = store_as_read(p, log)
-    return along_results(channels_last(p, log) if boxes or not gpu else p, log)
+    return along_results(channels_last(p, log, move_results=boxes) if boxes or not gpu else p, log)
 
 
 def _gradients(p: l.Program, log: Log, options: Options) -> l.Program:

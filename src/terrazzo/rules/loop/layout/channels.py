@@ -25,9 +25,9 @@ IMAGE = 3
 """Dimensions of an image, at least."""
 
 
-def channels_last(program: l.Program, log: Log) -> l.Program:
+def channels_last(program: l.Program, log: Log, move_results: bool = True) -> l.Program:
     """`program` with images stored channels last: temporaries in 16 bits where a sum of products runs along the
-    channels, and whatever is made of images that are so, in any type.
+    channels, and whatever is made of images that are so, in any type, results with `move_results` only.
 
     @loop
     def f(x: bf16[2, 8, 4] @ (32, 1, 8), w: bf16[4, 8]):
@@ -75,7 +75,7 @@ def channels_last(program: l.Program, log: Log) -> l.Program:
             b = real[x.buffer]
             if b not in fixed and b not in results and (d := _dimension(x, kernel)) is not None:
                 last.setdefault(b, d)
-    if not any(_shaped(b.type) and _last(b, {}) is not None for b in program.inputs):
+    if not (move_results and any(_shaped(b.type) and _last(b, {}) is not None for b in program.inputs)):
         fixed |= results  # PyTorch's are as they always are, and would be copied from these
     for kernel, real in alike:
         stored = [real[s.buffer] for s in kernel.stores]
