@@ -8,6 +8,7 @@ import copy
 import gc
 import shutil
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.memory.frozen import constants, split
 from terrazzo.run import compiled as compiled_module
+from terrazzo.run import once
 from terrazzo.run.compiled import compile_program
 from terrazzo.run.misfit import misfit
 
@@ -316,6 +318,24 @@ def test_within_a_captured_graph(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(type(run.machine), "capturing", lambda self: True)
     torch.testing.assert_close(run([x, w])[0], x @ w.exp())
     assert not run.once.made
+
+
+def test_what_a_captured_graph_reads_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the weights it was made of, and no program; to the end, where it was made of none."""
+    run, x, w = product(cache), torch.randn(4, 8), torch.randn(8, 6)
+    run([x, w])
+    monkeypatch.setattr(type(run.machine), "capturing", lambda self: True)
+    run([x, w])
+    (values,) = [weakref.ref(t) for made in run.once.made.values() for t in made.values]
+    del run
+    gc.collect()
+    assert values() is not None
+    del w
+    gc.collect()
+    assert values() is None
+    alone = [torch.ones(3)]
+    once._outlive(alone, [])
+    assert any(kept is alone for kept in once._KEPT)
 
 
 def test_copies_have_their_own(cache: Path) -> None:

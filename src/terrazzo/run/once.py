@@ -57,8 +57,8 @@ class Once:
                     found = self._make(key, given, state)
         assert found is not None
         if not found.captured and self.compiled.machine.capturing():
-            found.captured = True  # the graph may outlive the program, though not the memory that it reads
-            weakref.finalize(given[0].untyped_storage(), found.values.clear).atexit = False
+            found.captured = True
+            _outlive(found.values, given)
         return dict(zip(self.results, found.values, strict=True))
 
     def _make(self, key: tuple[int, ...], given: list[Any], state: tuple[list[int], list[int]]) -> _Made:
@@ -91,6 +91,20 @@ class Once:
 
     def _gone(self, key: tuple[int, ...]) -> None:
         self.made.pop(key, None)
+
+
+_KEPT: list[list[Any]] = []
+"""What graphs have captured that was made of no tensor: it stays to the end."""
+
+
+def _outlive(values: list[Any], given: Sequence[Any]) -> None:
+    """Keep what was made of tensors as long as the memory of these: a captured graph may outlive the program, though
+    not what it reads.
+    """
+    if given:
+        weakref.finalize(given[0].untyped_storage(), values.clear).atexit = False
+    else:
+        _KEPT.append(values)
 
 
 def _holds(made: _Made | None, given: Sequence[Any], state: tuple[list[int], list[int]]) -> bool:

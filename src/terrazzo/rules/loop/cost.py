@@ -86,10 +86,14 @@ def on_matrix(r: Any, rates: Rates) -> bool:
         or (rates.boxes and (widened(x) or transposed(x, r.axes)))
         for x in c.operands
     )
-    one, other = (f.free - frozenset(r.axes) for f in c.factors)
-    wide = all(any(map(_longer, own)) for own in (one - other, other - one))
     types = {x.dtype for x in c.operands}  # type: ignore[attr-defined]
-    return plain and wide and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+    return plain and has_tiles(c) and not looked_up(c.operands) and len(types) == 1 and types.pop().name in rates.matrix
+
+
+def has_tiles(c: Contraction) -> bool:
+    """Whether each factor has an axis that is neither summed over nor one of the other's."""
+    one, other = (f.free - frozenset(c.reduce.axes) for f in c.factors)
+    return all(any(map(_longer, own)) for own in (one - other, other - one))
 
 
 def _shifted(x: l.Load) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.instances import Instance, buffers_of
 from terrazzo.ir.sites import sites
 from terrazzo.ir.types import f32
-from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.loop.cost import Rates, has_tiles
 
 
 def beyond_edges(kernels: Sequence[Instance], readers: Sequence[Instance], rates: Rates) -> str:
@@ -24,12 +23,6 @@ def beyond_edges(kernels: Sequence[Instance], readers: Sequence[Instance], rates
         named = dict(zip(buffers_of(reader.form), reader.buffers, strict=True))
         for c in sites(reader.form).contractions.values():
             windows = [x for x in c.operands if isinstance(x, l.Load) and x.inside and x.dtype is f32]
-            if any(named[x.buffer] in computed for x in windows) and _has_tiles(c):
+            if any(named[x.buffer] in computed for x in windows) and has_tiles(c):
                 return "a window in float32 reaches beyond the edge of what is computed"
     return ""
-
-
-def _has_tiles(c: Contraction) -> bool:
-    """Whether each factor has an axis that is neither summed over nor one of the other's."""
-    one, other = (f.free - frozenset(c.reduce.axes) for f in c.factors)
-    return all(any(getattr(a, "extent", 2) != 1 for a in own) for own in (one - other, other - one))

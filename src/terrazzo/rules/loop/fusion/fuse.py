@@ -219,18 +219,18 @@ class _Fusion:
 
     def _inline(self, group: list[int], readers: list[int]) -> None:
         """Inline what some kernels store into all their readers, if that is cheaper."""
-        kernels = [self.kernels[i] for i in group]
-        name, reason = ", ".join(kernel.name for kernel in kernels), next(filter(None, map(self._pinned, kernels)), "")
-        if reason := reason or beyond_edges(kernels, [self.kernels[j] for j in readers], self.rates):
+        kernels, read = [self.kernels[i] for i in group], [self.kernels[j] for j in readers]
+        name = ", ".join(kernel.name for kernel in kernels)
+        if reason := next(filter(None, map(self._pinned, kernels)), "") or beyond_edges(kernels, read, self.rates):
             self._skip("inline", name, reason)
             return
-        forms = [k.form for k in kernels], [self.kernels[j].form for j in readers]
+        forms = [k.form for k in kernels], [k.form for k in read]
         found = repeated(*forms, self.rates) or self._inlined(kernels, readers)
         if isinstance(found, str):
             self._keep(kernels, readers)
             self._skip("inline", name, found)
             return
-        before = [*kernels, *(self.kernels[j] for j in readers)]
+        before = [*kernels, *read]
         choice = self.choice(name, inlined=found, apart=before)
         if self.decide(choice) == "inlined" and len(group) == 1 and (stored := self._beside(group[0], readers)):
             choice = self.choice(name, inlined=found, apart=before, **stored)
