@@ -24,7 +24,7 @@ MODES: dict[str, dict[str, object]] = {
     "default": {},
     "reduce-overhead": {"graph": True},
     "max-autotune": {"graph": True, "tune": 120},
-    "max-autotune-no-cudagraphs": {"tune": 120},
+    "max-autotune-no-cudagraphs": {"graph": False, "tune": 120},
 }
 
 
@@ -44,7 +44,9 @@ class Options:
     """What to compile for, and how.
 
     target       one of `TARGETS`; "auto" is where the tensors are.
-    graph        on a GPU, launch all kernels of a call as one CUDA graph.
+    graph        on a GPU, launch kernels that follow each other as one CUDA graph: None from the third call on, in
+                 their order; True from the first one, branches side by side; False never. What a call takes may lie
+                 elsewhere each time, and what it gives is its own: nothing of it is in the memory of a graph.
     libraries    "auto" calls an op of PyTorch where its library is faster than our kernels: on a GPU by the model, on
                  a processor for gradients of convolutions and some of these, and for products in bfloat16 where it has
                  instructions for them; "never" runs our kernels for every op that has them.
@@ -80,7 +82,7 @@ class Options:
     """
 
     target: str = "auto"
-    graph: bool = False
+    graph: bool | None = None
     libraries: str = "auto"
     schedules: tuple[str, ...] = ()
     fp32: str = "auto"
@@ -183,6 +185,7 @@ def _optional(convert: Callable[[str, object], Any]) -> Callable[[str, object], 
 # By the annotation of the field, so that a new option needs no line here.
 _CONVERTERS: dict[str, Callable[[str, object], Any]] = {
     "bool": _flag,
+    "bool | None": _optional(_flag),
     "int": _integer,
     "int | None": _optional(_integer),
     "str": _text,

@@ -22,6 +22,7 @@ from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.run.arena import allocate
 from terrazzo.run.branches import ROOM, Ahead, Place, side_by_side
+from terrazzo.run.frame import SINGLY
 from terrazzo.run.launch import Graph
 from terrazzo.run.misfit import misfit
 from terrazzo.run.own import layout
@@ -252,6 +253,37 @@ def test_both_directions_of_a_net_on_a_gpu(mode: str, tmp_path: Path) -> None:
         torch.cuda.synchronize()
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [None, True, False])
+def test_kernels_become_graphs_after_a_few_calls(graph: bool | None, tmp_path: Path) -> None:
+    """What is given, what is kept for the backward pass and what is given back lie elsewhere at each call."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [m for _ in range(6) for m in (torch.nn.Linear(96, 96), torch.nn.LayerNorm(96), torch.nn.GELU())]
+    net = torch.nn.Sequential(*layers).cuda()
+    exact = copy.deepcopy(net).double()
+    torch._dynamo.reset()
+    ours = torch.compile(net, backend="terrazzo", options={"graph": graph, "cache_dir": tmp_path, "fp32": "exact"})
+    kept = []
+    for k in range(SINGLY + 4):
+        x = torch.randn(40, 96, device="cuda", requires_grad=True)
+        z = x.detach().double().requires_grad_()
+        y = ours(x)
+        y.square().sum().backward()
+        exact(z).square().sum().backward()
+        kept += [torch.empty(1000 * k, device="cuda"), y]
+        torch.testing.assert_close(x.grad, z.grad.float(), rtol=1e-3, atol=1e-4)
+        for p, q in zip(net.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad.float(), rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(y, exact(z).float(), rtol=1e-4, atol=1e-4)
+    assert all(torch.isfinite(y).all() for y in kept[1::2])
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

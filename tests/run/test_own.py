@@ -13,7 +13,8 @@ import terrazzo
 from terrazzo.bench import memory
 from terrazzo.run import own
 from terrazzo.run.cpu import Cpu
-from terrazzo.run.own import LARGE, layout, views_in
+from terrazzo.run.frame import FEW, SINGLY
+from terrazzo.run.own import LARGE, layout, runs, views_in
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -116,3 +117,59 @@ def test_views_of_them_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyP
     pairs = x.numel() * 8
     most = frame.arena.numel() + memory._watched(lambda: ours(x))
     assert most < 3.1 * pairs if hands_on else most > 3.9 * pairs  # one is that of the FFT of PyTorch
+
+
+def together(launches: list[Any], places: list[Any]) -> Any:
+    """What stands for a CUDA graph of launches."""
+
+    def launch(queue: int) -> None:
+        for each in launches:
+            each(queue)
+
+    return launch
+
+
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_kernels_that_are_launched_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hands_on: bool) -> None:
+    """After a few calls, and with what they make from the start and to the end: results stay right, and memory as it
+    was.
+    """
+    made: list[int] = []
+
+    def graph(machine: Any, launches: list[Any], places: list[Any]) -> Any:
+        made.append(len(launches))
+        return together(launches, places)
+
+    monkeypatch.setattr(Cpu, "hands_on", hands_on)
+    monkeypatch.setattr(Cpu, "launches_singly", False)
+    monkeypatch.setattr(Cpu, "graph", graph, raising=False)
+    torch.manual_seed(0)
+    args = torch.randn(900, 600), [torch.randn(600, 600) / 25 for _ in range(12)]
+    ours = compiled(tmp_path, *args)
+    first = ours(*args)
+    for _ in range(SINGLY - 1):
+        ours(*args)
+    assert not made
+    ((frame,),) = ours.compiled.frames.values()
+    before = frame.arena.numel() + memory._watched(lambda: ours(*args))
+    assert made and min(made) >= FEW
+    for _ in range(3):
+        assert all(map(torch.equal, first, ours(*args)))
+        other = ours(2 * args[0], args[1])
+        assert not torch.equal(first[-1], other[-1])
+    after = frame.arena.numel() + memory._watched(lambda: ours(*args))
+    assert after <= before + max(LARGE, before // 50)
+
+
+def test_runs_take_no_more_memory(tmp_path: Path) -> None:
+    """What a run of launches makes fits beside what is there when it begins; a call of PyTorch is alone."""
+    args = torch.randn(900, 600), [torch.randn(600, 600) / 25 for _ in range(12)]
+    plan = compiled(tmp_path, *args).compiled.plan
+    for lying in (layout(plan, apart=False), layout(plan, apart=True)):
+        found = runs(plan, lying)
+        assert [n for run in found for n in run] == [*range(len(plan.steps))]
+        assert all(len(run) == 1 for run in found for n in run if not plan.steps[n].key)
+        used, (begin, _) = own._used(plan, lying), own._changes(plan, lying)
+        room = max(used) + max(LARGE, max(used) // 100)
+        assert all(used[run[0]] + sum(begin[n] for n in run[1:]) <= room for run in found)
+        assert any(len(run) >= FEW for run in found)

@@ -128,7 +128,10 @@ def request(
         ),
     ] = None,
     graph: Annotated[
-        bool, typer.Option("--graph", help="On a GPU, launch all kernels as one CUDA graph.", rich_help_panel=_HOW)
+        bool,
+        typer.Option(
+            "--graph", help="On a GPU, launch kernels as CUDA graphs from the first call on.", rich_help_panel=_HOW
+        ),
     ] = False,
     libraries: Annotated[
         str,
@@ -217,7 +220,7 @@ def request(
             "frozen": frozen or (),
             "updated": updated or (),
             "schedules": texts,
-            "graph": graph,
+            "graph": graph or None,
             "spills": spills,
         }
     )

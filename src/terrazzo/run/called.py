@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,11 @@ from terrazzo.ir.torch_types import operator, to_torch
 from terrazzo.rules.torch_to_tensor.library import takes_any_strides
 from terrazzo.run.plan import Slot, Step, decode, slots_in
 from terrazzo.run.taken import works_on
-from terrazzo.run.tensors import Expected
+from terrazzo.run.tensors import ALIGNED, Expected, alike
 
 if TYPE_CHECKING:
     from terrazzo.run.frame import Frame
 
-_NOTHING = nullcontext()
 Made = Callable[[Mapping[int, Any]], Any]
 
 
@@ -82,9 +80,9 @@ class Called:
         return _Result(k, Expected(slots[k], frame.machine.device), tuple(apart), not slots[k].bytes)
 
     def __call__(self, tensors: dict[int, Any]) -> None:
-        """Call it with the tensors of the plan by their slots, among which its results are then."""
-        import torch
-
+        """Call it with the tensors of the plan by their slots, among which its results are then. Nobody asks for
+        gradients of what it does.
+        """
         frame = self.frame
         given = {
             k: lying if lying is not None else frame.view(k, tensors) if viewed else tensors[k]
@@ -94,49 +92,58 @@ class Called:
         if self.from_begin and args[0].storage_offset():  # it counts from where memory begins: in an arena, there lie
             args[0] = args[0].clone()  # others
         try:
-            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
-                out = self.operator(*args, **{name: x(given) for name, x in self.kwargs})
+            out = self.operator(*args, **{name: x(given) for name, x in self.kwargs})
         except Exception as error:
             note(error, *(self.slots[x.slot].name for x in self.results if x is not None))
             raise
         if self.there:
             return
         if (alone := self.alone) is not None and not isinstance(out, (tuple, list)):
-            kept = out if alone.expected.may_keep(out, ()) else alone.expected.empty().copy_(out)
+            kept = out if alone.fits(out) else alone.expected.empty().copy_(out)
             tensors[alone.slot] = kept
             frame.point({alone.slot: kept})
             return
-        places = {k: _place(t) for k, t in given.items()}
         made: dict[int, Any] = {}
         for x, value in zip(self.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
             if x is not None:
-                made[x.slot] = self._kept(x, value, places, made, tensors)
+                made[x.slot] = self._kept(x, value, given, made, tensors)
         tensors.update(made)
         frame.point(made)
 
     def _kept(
-        self, x: _Result, value: Any, places: Mapping[int, int], made: Mapping[int, Any], tensors: Mapping[int, Any]
+        self, x: _Result, value: Any, given: Mapping[int, Any], made: Mapping[int, Any], tensors: Mapping[int, Any]
     ) -> Any:
         """A result where it is, or where the program has it."""
         if x.empty:  # it may be anything
             return x.expected.empty()
-        theirs = {places[n] for n in x.apart}
-        theirs.update(map(_place, made.values()))
-        keep = x.expected.may_keep(value, theirs)
-        if keep and self.slots[x.slot].kind == "result" and _place(value) in places.values():
-            others = {_place(tensors[r]) for r in self.frame.plan.results if r in tensors}
-            keep = x.expected.may_keep(value, others)  # no two results are one
-        return value if keep else x.expected.empty().copy_(value)
+        keep = x.fits(value)
+        if keep and (x.apart or made):
+            theirs = {_place(given[n]) for n in x.apart}
+            keep = _place(value) not in theirs.union(map(_place, made.values()))
+        if keep and self.slots[x.slot].kind == "result" and _place(value) in map(_place, given.values()):
+            keep = _place(value) not in {_place(tensors[r]) for r in self.frame.plan.results if r in tensors}
+        return value if keep else x.expected.empty().copy_(value)  # no two results are one
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
-    """The slot of a result, what it must be, the tensors given in whose memory it may not lie, whether it is empty."""
+    """The slot of a result, what it must be, the tensors given in whose memory it may not lie, whether it is empty; and
+    what says at once that one is as another was that could be kept.
+    """
 
     slot: int
     expected: Expected
     apart: tuple[int, ...]
     empty: bool
+    alike: Callable[..., bool] | None = None
+
+    def fits(self, value: Any) -> bool:
+        """Whether it can stay as an op gave it, wherever others lie."""
+        if self.alike and self.alike(value) and (self.expected.anywhere or not value.data_ptr() % ALIGNED):
+            return True
+        if fits := self.expected.may_keep(value):
+            self.alike = alike([value])
+        return fits
 
 
 def _place(t: Any) -> int:

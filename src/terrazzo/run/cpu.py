@@ -50,6 +50,7 @@ class Cpu:
     processors: int = 0  # that kernels share: each has all of them
     in_place: ClassVar[bool] = False  # loops of products store sums that are not through
     hands_on: ClassVar[bool] = False  # memory that is free: what is large goes back to the system, page by page
+    launches_singly: ClassVar[bool] = True  # a launch is a call
 
     def key(self, cache: Cache) -> str:
         """What machine code here depends on."""

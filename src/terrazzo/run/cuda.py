@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
@@ -92,6 +93,7 @@ class Cuda:
     suffix = ".cubin"
     hands_on = True
     in_place = True
+    launches_singly = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"  # where it is asked which kernel it was
 
     def __init__(self, device: str, arch: str) -> None:
         """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from terrazzo.errors import UserError
 from terrazzo.ir.torch_types import to_torch_dtype
 from terrazzo.ir.types import DTYPES
 from terrazzo.run.arena import ALIGN
+from terrazzo.run.branches import Place
 from terrazzo.run.called import Called
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
-from terrazzo.run.own import Layout, layout
+from terrazzo.run.own import layout, runs
 from terrazzo.run.plan import Plan, made_by_calls, places_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.taken import adopted, roots, updated
 from terrazzo.run.tensors import Expected
 
+SINGLY = 2
+"""Calls in which a frame launches kernels one by one before it makes graphs of them: many are called no more often."""
+FEW = 4
+"""Launches that are a graph at least: the device begins with a graph later than with a kernel."""
+
 
 class Frame:
-    """Temporaries and prepared launches of one call at a time, whose steps run one after the other, or `beside` each
-    other.
+    """Temporaries and prepared launches of one call at a time. Its steps run one after the other, or those of other
+    `branches` beside each other. After so many `singly` kernels are launched as graphs.
     """
 
     def __init__(
@@ -32,16 +40,17 @@ class Frame:
         plan: Plan,
         machine: Cpu | Cuda,
         functions: Sequence[Any],
-        as_graph: bool,
         bound: Set[int],
-        beside: bool = False,
+        branches: bool = False,
+        singly: float = math.inf,
     ) -> None:
         import torch
 
-        self.plan, self.machine, self.root = plan, machine, roots(plan.slots)
-        self.adopted = adopted(plan.slots)
+        self.plan, self.root, self.bound = plan, roots(plan.slots), bound
+        self.machine: Any = machine
+        self.branches, self.singly = branches, singly
         self.overwritten = frozenset(s.onto for s in plan.slots if s.onto is not None)
-        self.layout = layout(plan, machine.hands_on and not as_graph and not beside)
+        self.layout = layout(plan, machine.hands_on and not branches)
         try:
             self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)
         except RuntimeError:  # which is how PyTorch says that the CPU's memory does not suffice
@@ -49,11 +58,11 @@ class Frame:
                 raise
             raise MemoryError(f"temporaries take {self.layout.size} bytes") from None
         self.base = (self.arena.data_ptr() + ALIGN - 1) // ALIGN * ALIGN
-        launches: list[Any] = []
+        self.launches: list[Any] = []
         self.pointers: dict[int, list[tuple[Any, int, int]]] = {}
         for number, (step, function) in enumerate(zip(plan.steps, functions, strict=True)):
             if function is None:
-                launches.append(None)
+                self.launches.append(None)
                 continue
             array = (ctypes.c_void_p * len(step.args))()
             for position, mine in enumerate(step.args):
@@ -65,18 +74,32 @@ class Frame:
                     alone = slot.within is None or k in self.layout.own
                     where, offset = (k, 0) if alone else (slot.within, slot.offset)
                     self.pointers.setdefault(where, []).append((array, position, offset + start))
-            launches.append(machine.prepare(step, function, array, number, plan.slots))
-        self.calls = {n: Called(plan.steps[n], self) for n, launch in enumerate(launches) if launch is None}
-        singly = [[n] for n in range(len(launches))]
-        self.single = _work(plan, launches, singly, machine.device, bound, self.layout)
-        self.work = self.single
-        if as_graph and not isinstance(machine, Cpu):  # the launches between calls of PyTorch are a graph each
-            groups = [list(g) for _, g in itertools.groupby(range(len(launches)), lambda n: launches[n] is None or -1)]
-            groups = [g for group in groups for g in ([[n] for n in group] if launches[group[0]] is None else [group])]
-            graphs = [
-                machine.graph([launches[n] for n in g], places_in(plan, g)) if launches[g[0]] else None for g in groups
-            ]
-            self.work = _work(plan, graphs, groups, machine.device, bound, self.layout)
+            self.launches.append(machine.prepare(step, function, array, number, plan.slots))
+        self.calls = {n: Called(plan.steps[n], self) for n, launch in enumerate(self.launches) if launch is None}
+        self.work = self.single = self._work(self.launches, [[n] for n in range(len(self.launches))])
+
+    def begin(self) -> list[Work]:
+        """What this call does in order."""
+        if self.singly == 0:
+            with suppress(UserError):  # of the driver, which has no room for graphs
+                self.work = self._in_graphs()
+        self.singly -= 1
+        return self.work
+
+    def _in_graphs(self) -> list[Work]:
+        """The same with kernels that follow each other as one CUDA graph each, which takes the host as long as one
+        kernel, and half a microsecond for each that reads or writes elsewhere than in the last call.
+        """
+        plan, launches = self.plan, self.launches
+        found = [g for run in runs(plan, self.layout) for g in ([run] if len(run) >= FEW else [[n] for n in run])]
+
+        def launch(group: Sequence[int]) -> Any:
+            if len(group) == 1:
+                return launches[group[0]]
+            places = places_in(plan, group) if self.branches else [Place()] * len(group)
+            return self.machine.graph([launches[n] for n in group], places)
+
+        return self._work([launch(group) for group in found], found)
 
     @cached_property
     def streams(self) -> Streams:
@@ -101,39 +124,45 @@ class Frame:
         dtype = to_torch_dtype(DTYPES[slot.dtype])
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 
+    def _work(self, launches: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[Work]:
+        """What a call does in order: launches, each of a group of steps. What is never written exists from the start;
+        of temporaries those exist that have memory of their `own`.
+        """
+        plan, own, bound = self.plan, self.layout.own, self.bound
+        at = {n: k for k, group in enumerate(groups) for n in group}
+        first, last = spans(plan, self.layout.moved)
+        begins: list[list[Made]] = [[] for _ in groups]
+        ends: list[list[int]] = [[] for _ in groups]
+        there = made_by_calls(plan) | updated(plan.slots).keys()
+        theirs = adopted(plan.slots)
+        for k, slot in enumerate(plan.slots):
+            if (k in own or (slot.kind == "result" and k not in there)) and groups:
+                make = Expected(slot, self.machine.device).maker()
+                begins[at[first.get(k, 0)]].append(Made(k, make, theirs.get(k), self.pointers.get(k, [])))
+            if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
+                ends[at[last[k]]].append(k)
+        return [Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that a call makes: what makes it, or the slot `onto` whose memory it takes; and where its address is to
+    be written, with how far behind its begin a kernel reads or writes it.
+    """
+
+    slot: int
+    make: Callable[[], Any]
+    onto: int | None
+    places: Sequence[tuple[Any, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """A launch, or the call of PyTorch that step `number` is; the results that exist from here on, and the tensors that
+    """A launch, or the call of PyTorch that step `number` is; the tensors that exist from here on, and those that
     nothing needs after it.
     """
 
     number: int
     launch: Any
-    begins: list[tuple[int, Expected]]
+    begins: list[Made]
     ends: list[int]
-
-
-def _work(
-    plan: Plan,
-    launches: Sequence[Any],
-    groups: Sequence[Sequence[int]],
-    device: str,
-    bound: Set[int],
-    layout: Layout,
-) -> list[Work]:
-    """What a call does in order: launches, each of a group of steps. What is never written exists from the start; of
-    temporaries those exist that have memory of their `own`.
-    """
-    at = {n: k for k, group in enumerate(groups) for n in group}
-    own = layout.own
-    first, last = spans(plan, layout.moved)
-    begins: list[list[tuple[int, Expected]]] = [[] for _ in groups]
-    ends: list[list[int]] = [[] for _ in groups]
-    there = made_by_calls(plan) | updated(plan.slots).keys()
-    for k, slot in enumerate(plan.slots):
-        if (k in own or (slot.kind == "result" and k not in there)) and groups:
-            begins[at[first.get(k, 0)]].append((k, Expected(slot, device)))
-        if (k in own or slot.kind in ("input", "call")) and k not in bound and k not in plan.results and k in last:
-            ends[at[last[k]]].append(k)
-    return [Work(g[0], x, b, e) for g, x, b, e in zip(groups, launches, begins, ends, strict=True)]

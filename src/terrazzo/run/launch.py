@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import UserError
@@ -132,7 +133,9 @@ class Graph:
             first, second = map(list, zip(*early, strict=True))
             call("cuGraphAddDependencies", graph, first, second, [self._edge()] * len(early), len(early))
         self.known = [bytes(x.addresses) for x in launches]
+        self.parameters = [self._parameters(x) for x in launches]
         self.executable = call("cuGraphInstantiate", graph, 0)
+        weakref.finalize(self, _destroy, call, self.executable, graph).atexit = False
 
     def _edge(self) -> Any:
         """That one kernel follows another, which it waits for by itself."""
@@ -156,8 +159,13 @@ class Graph:
             now = bytes(launch.addresses)
             if now != self.known[n]:
                 launch.ready()
-                self.machine.call(
-                    "cuGraphExecKernelNodeSetParams", self.executable, self.nodes[n], self._parameters(launch)
-                )
+                changed = (self.executable, self.nodes[n], self.parameters[n])
+                self.machine.call("cuGraphExecKernelNodeSetParams", *changed)
                 self.known[n] = now
         self.machine.call("cuGraphLaunch", self.executable, stream)
+
+
+def _destroy(call: Callable[..., Any], executable: Any, graph: Any) -> None:
+    """Let go of a graph, which runs to its end where it still runs."""
+    call("cuGraphExecDestroy", executable)
+    call("cuGraphDestroy", graph)

@@ -97,6 +97,12 @@ def _most(plan: Plan, layout: Layout) -> int:
 
 def _used(plan: Plan, layout: Layout) -> list[int]:
     """How many bytes are in use in each step, the arena included."""
+    begin, end = _changes(plan, layout)
+    return list(accumulate(x - y for x, y in zip(begin, [0, *end], strict=False)))
+
+
+def _changes(plan: Plan, layout: Layout) -> tuple[list[int], list[int]]:
+    """How many bytes each step begins to use, the first one those of the arena, and how many are free after it."""
     first, last = spans(plan, layout.moved)
     views, root = set[int](), roots(plan.slots)
     for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
@@ -105,17 +111,40 @@ def _used(plan: Plan, layout: Layout) -> list[int]:
             views.add(k)
             last[of] = max(last[of], last[k])
     theirs = adopted(plan.slots)
-    change = [0] * (len(plan.steps) + 2)
-    for k, slot in enumerate(plan.slots):
+    begin, end = [0] * len(plan.steps), [0] * len(plan.steps)
+    for k, slot in enumerate(plan.slots if plan.steps else ()):
         if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
         if (k not in first and slot.kind != "result") or k in root or k in theirs:
             continue
-        change[first.get(k, 0)] += slot.bytes
+        begin[first.get(k, 0)] += slot.bytes
         if slot.kind != "result" and k not in plan.results and k not in theirs.values():
-            change[last[k] + 1] -= slot.bytes
-    change[0] += layout.size
-    return list(accumulate(change[: len(plan.steps)]))
+            end[last[k]] += slot.bytes
+    for n in range(min(1, len(begin))):
+        begin[n] += layout.size
+    return begin, end
+
+
+def runs(plan: Plan, layout: Layout) -> list[list[int]]:
+    """The steps in groups that may be launched at once: all that a group makes is there when it begins, and what is
+    free after one of its steps only when it ends, as far as that takes no more memory than the steps by themselves.
+    Calls of PyTorch are alone.
+    """
+    begin, _ = _changes(plan, layout)
+    used = _used(plan, layout)
+    room = max(used, default=0)
+    room += max(LARGE, int(GAIN / 2 * room))
+    found: list[list[int]] = []
+    there = 0
+    for n, step in enumerate(plan.steps):
+        joins = bool(found) and step.key and plan.steps[n - 1].key and there + begin[n] <= room
+        if joins:
+            found[-1].append(n)
+            there += begin[n]
+        else:
+            found.append([n])
+            there = used[n]
+    return found
 
 
 def views_in(plan: Plan) -> dict[int, int]:

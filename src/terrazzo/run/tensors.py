@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from terrazzo.errors import UserError
@@ -26,17 +27,26 @@ class Expected:
         self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
         self.shape, self.strides = slot.shape, slot.strides
         self.anywhere = self.device.type == "cpu"  # kernels there read at any address
+        made = self._of_its_compiler() if self.anywhere else None
+        self.made = made or partial(torch.empty_strided, self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def empty(self) -> Any:
         """A tensor to write to; MemoryError where there is no room for it."""
-        import torch
-
         try:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            return self.made()
         except RuntimeError:  # which is how PyTorch says so of the CPU's memory
             if self.device.type != "cpu":
                 raise
             raise MemoryError(f"{self.slot.name} is {self.slot.dtype}{list(self.slot.shape)}") from None
+
+    def maker(self) -> Callable[[], Any]:
+        """What makes such tensors where their device is PyTorch's current one."""
+        return self.empty if self.anywhere else self._of_its_compiler() or self.empty
+
+    def _of_its_compiler(self) -> Callable[[], Any] | None:
+        """What PyTorch's own compiler makes tensors by, in less than half the time; None where it has no such thing."""
+        make = getattr(_guards(), f"_empty_strided_{self.device.type}", None)
+        return make and partial(make, self.shape, self.strides, self.dtype)
 
     def holding(self, values: Any) -> Any:
         """A tensor of these values; of those that strides put at one place, one."""
@@ -49,15 +59,13 @@ class Expected:
         torch.as_strided(found, found[one].shape, slot.strides).copy_(values[one])
         return found
 
-    def may_keep(self, t: Any, others: Collection[int]) -> bool:
-        """Whether a tensor that an op gave can stand for this one: it lies as it should, in memory that is none of
-        these.
-        """
+    def may_keep(self, t: Any) -> bool:
+        """Whether a tensor that an op gave lies as this one should."""
         fits = t.dtype is self.dtype and t.device == self.device and t.layout is self.layout
         if not (fits and t.shape == self.slot.shape and _strides_fit(t, self.slot)) or t.is_neg() or t.is_conj():
             return False
         aligned = self.anywhere or not t.data_ptr() % ALIGNED
-        return aligned and type(t) is self.plain and not (others and t.untyped_storage().data_ptr() in others)
+        return aligned and type(t) is self.plain
 
     def check(self, t: Any) -> Any:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
@@ -101,6 +109,26 @@ class Expected:
             f"input {slot.name}: compiled for strides {list(slot.strides)}, got {list(t.stride())}; "
             "call .contiguous() on it, or compile with an example laid out like this"
         )
+
+
+def alike(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """What says of as many tensors whether they are of the types, shapes, strides and devices of these, and look at
+    their memory in the same way. It asks PyTorch once for all, as Dynamo's guards do; None where this PyTorch cannot
+    say.
+    """
+    try:
+        sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+        check = _guards().TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check if check(*tensors) else None  # one tensor that is given twice is not known to it
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def _guards() -> Any:
+    """What PyTorch's own compiler checks and makes tensors by."""
+    import torch
+
+    return getattr(torch._C._dynamo, "guards", None)
 
 
 def _strides_fit(t: Any, slot: Slot) -> bool:
