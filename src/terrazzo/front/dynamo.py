@@ -207,6 +207,7 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
     import torch
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.autograd import forward_ad
 
     from terrazzo.run.compiled import compile_program
     from terrazzo.tune.search import tune
@@ -254,16 +255,19 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
         raise _Refused from bug
     finally:
         output.args = (tuple(wanted),)
-    given = {r.k for r in results.each if r.of == "input"}
+    given = tuple({r.k for r in results.each if r.of == "input"})
+    as_given = not away and taken == list(range(len(placeholders)))
 
     def call(args: list[Any]) -> Any:
         """Empties the list, so that tensors which nobody else needs go as soon as the program is through with them."""
-        if _have_tangents(args):
+        if forward_ad._current_level >= 0 and _have_tangents(args):
             _say("tensors have tangents, of forward-mode differentiation")
             return run_by_pytorch(graph)(args)
-        kept = {k: args[k] for k in given}
-        inputs = [args[k].to(device) if k in away else args[k] for k in taken]
-        args.clear()
+        kept = {k: args[k] for k in given} if given else {}
+        inputs = args
+        if not as_given:
+            inputs = [args[k].to(device) if k in away else args[k] for k in taken]
+            args.clear()
         return results.make(kept, compiled.consume(inputs))
 
     call._boxed_call = True  # type: ignore[attr-defined]
@@ -283,8 +287,6 @@ def _have_tangents(args: Sequence[Any]) -> bool:
     import torch
     from torch.autograd import forward_ad
 
-    if forward_ad._current_level < 0:
-        return False
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args)
 
 

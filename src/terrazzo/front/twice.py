@@ -52,6 +52,18 @@ class Twice:
         import torch
 
         again = torch._dynamo.disable(self._again)
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph
+        learned = torch.is_grad_enabled
+
+        def notice(given: _Given, of: dict[int, int], found: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            """Calls nothing that Dynamo would trace, where no graph is asked for: to disable that takes longer."""
+            if learned():
+                return again(given, of, found, tangents)
+            if not keeps():
+                given.kept, given.saved = [], None  # PyTorch lets go of what it saved, too
+            return None
+
+        notice = torch._dynamo.disable(notice, recursive=False)
 
         def call(*args: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -61,21 +73,17 @@ class Twice:
             results = compiled(*args)
             if node := _node([*results, *(args[k] for k in self.changed if k < len(args))], before):
                 of = {r.output_nr: k for k, r in enumerate(results) if getattr(r, "grad_fn", None) is node}
-                node.register_hook(partial(again, given, of))
+                node.register_hook(partial(notice, given, of))
             return results
 
         return call
 
     def _again(self, given: _Given, of: dict[int, int], found: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        """The gradients `found` of the tangents of results, with a graph of their own if that is asked for. `of` says
-        which results of the graph the results of the compiled function are.
+        """The gradients `found` of the tangents of results, with a graph of their own. `of` says which results of the
+        graph the results of the compiled function are.
         """
         import torch
 
-        if not torch.is_grad_enabled():
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
-                given.forget()
-            return None
         self.tell(TOLD)
         if self.reads or any(t is not None and k not in of for k, t in enumerate(tangents)):
             raise _refusal("it writes to its inputs, or its results share memory")
@@ -122,27 +130,28 @@ class _Given:
     def __init__(self, args: Sequence[Any], changed: frozenset[int], drawing: bool) -> None:
         import torch
 
-        tensors = [(k, x) for k, x in enumerate(args) if isinstance(x, torch.Tensor)]
         self.kept: list[Any] = [*args]
-        self.versions = [(k, x._version) for k, x in tensors if not x.is_inference()]
-        self.deep: dict[int, Any] = {k: x for k, x in tensors if x.grad_fn is not None and k not in changed}
-        self.drawn: dict[Any, Any] = {}
-        for k, x in tensors:
+        self.versions: list[tuple[int, int]] = []
+        deep: dict[int, Any] = {}
+        for k, x in enumerate(args):
+            if not isinstance(x, torch.Tensor):
+                continue
+            if not x.is_inference():
+                self.versions.append((k, x._version))
             if not x.requires_grad:
                 self.kept[k] = x.detach()
             elif x.grad_fn is not None:
                 self.kept[k] = None
-        self.saved = _saving().apply(*self.deep.values()) if self.deep else None
-        self.deep = dict.fromkeys(self.deep)
+                if k not in changed:
+                    deep[k] = x
+        self.saved = _saving().apply(*deep.values()) if deep else None
+        self.deep = tuple(deep)
         self.changed = changed
+        self.drawn: dict[Any, Any] = {}
         if drawing:
             self.drawn["cpu"] = torch.get_rng_state()
-            for device in {x.device for _, x in tensors if x.is_cuda}:
+            for device in {x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda}:
                 self.drawn[device] = torch.cuda.get_rng_state(device)
-
-    def forget(self) -> None:
-        """Let go of the tensors, as PyTorch does of those it saved."""
-        self.kept, self.saved = [], None
 
     def tensors(self) -> list[Any]:
         """The arguments, with what they depend on. RuntimeError, as PyTorch's, if they were written to since."""

@@ -118,8 +118,10 @@ class Cpu:
     def prepare(self, step: Step, function: Any, addresses: Any, number: int, slots: Sequence[Any]) -> Any:
         """What runs a step, given the array that will hold its addresses."""
 
+        threads = self.threads
+
         def run(_: int) -> None:
-            problems = function(addresses, team(self.threads))
+            problems = function(addresses, team(threads))
             if problems:
                 with about(step.label):
                     _refuse(problems, f"kernel {step.label} ({step.source})")

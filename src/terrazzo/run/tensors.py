@@ -25,6 +25,7 @@ class Expected:
         self.device = torch.device(device)
         self.slot, self.dtype = slot, to_torch_dtype(DTYPES[slot.dtype])
         self.layout, self.plain, self.complex = torch.strided, torch.Tensor, self.dtype.is_complex
+        self.weight = torch.nn.Parameter
         self.shape, self.strides = slot.shape, slot.strides
         self.anywhere = self.device.type == "cpu"  # kernels there read at any address
         made = self._of_its_compiler() if self.anywhere else None
@@ -71,8 +72,9 @@ class Expected:
         """The tensor, or a copy where its memory is not its value or badly aligned. UserError where it is another one
         than was promised.
         """
+        kind_of = type(t)
         if (  # the common case, with as few questions as there are
-            type(t) is self.plain
+            (kind_of is self.plain or kind_of is self.weight)
             and t.dtype is self.dtype
             and t.device == self.device
             and t.layout is self.layout
