@@ -104,6 +104,8 @@ class Options:
     dump: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.graph is None and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+            object.__setattr__(self, "graph", False)  # somebody asks which kernel it was
         if self.target not in TARGETS:
             raise UserError(f"there is no target {self.target!r}{_suggestion(self.target, TARGETS)}")
         if self.libraries not in LIBRARIES:

@@ -46,6 +46,7 @@ from terrazzo.rules.loop.fusion.joined import products_joined
 from terrazzo.rules.loop.fusion.multiplied_once import multiply_once
 from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
+from terrazzo.rules.loop.fusion.read_in_parts import read_in_parts
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
 from terrazzo.rules.loop.layout.across import turned_after
 from terrazzo.rules.loop.layout.channels import channels_last
@@ -110,9 +111,7 @@ def _texts(options: Options) -> Callable[[Any], str] | None:
 
 
 def _together(p: Program, log: Log, options: Options) -> Program:
-    """Complex numbers as pairs; and what a loop does step by step, at once, where tensors are so cheap to move as on a
-    GPU.
-    """
+    """Complex numbers as pairs; and what a loop does step by step, at once, where a GPU moves tensors so cheaply."""
     p = complex_as_pairs(p, log)
     goal = target(options.target)
     if not goal.gpu or not options.fuse:
@@ -193,7 +192,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)
-    made = blocks_seen(made, log, price)
+    made = blocks_seen(read_in_parts(made, log, price, options.materialize), log, price)
     made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
     made = store_turned(factors_made(made, log, price, options.materialize), log, price)
     made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))

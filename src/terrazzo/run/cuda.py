@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
@@ -93,7 +92,7 @@ class Cuda:
     suffix = ".cubin"
     hands_on = True
     in_place = True
-    launches_singly = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"  # where it is asked which kernel it was
+    launches_singly = False
 
     def __init__(self, device: str, arch: str) -> None:
         """UserError where PyTorch sees no GPU, where the driver is too old, or where this GPU is of another

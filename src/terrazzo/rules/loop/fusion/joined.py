@@ -127,24 +127,24 @@ def _ways(last: l.Kernel, known: Definitions) -> Iterator[tuple[list[l.Kernel], 
     """What may be joined with a kernel, and what becomes of it: its own sums; a product that it alone reads; and, where
     it is a concatenation, the products that read it.
     """
-    if _plain_sums(last):
+    if plain_sums(last):
         if (made := joined(last)) is not None:
             yield [last], [made]
         for b in last.reads:
             maker = known.makers.get(b)
-            if maker is None or b in known.kept or known.readers[b] != [last] or not _plain_sums(maker):
+            if maker is None or b in known.kept or known.readers[b] != [last] or not plain_sums(maker):
                 continue
             if (made := joined(inline(last, maker))) is not None:
                 yield [maker, last], [made]
     elif len(last.stores) == 1 and concatenated(last.stores[0].value) and last.writes[0] not in known.kept:
         readers = known.readers.get(last.writes[0], [])
-        if readers and all(map(_plain_sums, readers)):
+        if readers and all(map(plain_sums, readers)):
             found = [inline(x, last) for x in readers]
-            if all(map(_plain_sums, found)):
+            if all(map(plain_sums, found)):
                 yield [last, *readers], found
 
 
-def _plain_sums(kernel: l.Kernel) -> bool:
+def plain_sums(kernel: l.Kernel) -> bool:
     """Whether all that a kernel reduces are products of numbers of 16 bits that lie in memory, each over one axis, of
     one tensor or of several that are one after the other along it.
     """
