@@ -12,8 +12,8 @@ import numpy as np
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Bound, Expr, Loaded, Var
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.expr import Bound, Expr, Loaded, Var, terms_of
+from terrazzo.ir.node import per_node, substitute, topological
 from terrazzo.ir.schedule import Factor, Schedule
 from terrazzo.rules.access import WIDEST, before, wide
 from terrazzo.rules.loop_to_tile.walked.cache_lines import said
@@ -219,9 +219,28 @@ def step(access: Any, axis: Any) -> int | None:
     """How far apart in memory an access is at the first two points of an axis, the others at theirs; None where data
     says where it is.
     """
-    place = flatten(access.index, access.buffer.type.element_strides)
+    known = _steps(access)
+    if axis not in known:
+        known[axis] = _step(access, axis)
+    return known[axis]
+
+
+@per_node
+def _steps(access: Any) -> dict[Any, int | None]:
+    """What `step` found of an access: places that data says are long to take apart, and are asked after often."""
+    return {}
+
+
+def _step(access: Any, axis: Any) -> int | None:
+    far: Any = 0
     first: dict[Any, Any] = dict.fromkeys(access.free, 0)
-    far = substitute(place, {**first, axis: 1}) - substitute(place, first)
+    for factors, count in terms_of(flatten(access.index, access.buffer.type.element_strides)).items():
+        along = [x for x in factors if axis in x.free]  # a term without the axis is the same at both points
+        if along == [axis] == [*factors]:
+            far += count
+        elif along:
+            term = math.prod(factors, start=count)
+            far += substitute(term, {**first, axis: 1}) - substitute(term, first)
     return far if isinstance(far, int) else None
 
 
