@@ -220,6 +220,23 @@ TZ float tz_cos(float x) { return cosf(x); }
 TZ double tz_cos(double x) { return cos(x); }
 #endif
 
+// The normal distribution function Phi, without a branch or a power, to an absolute error of 6e-8 (what 1 + erf is good
+// for; its relative error is below 8e-5 to x = -5, and there is nothing left below -6.5): a fit to (1/2 - Phi(-a)) / a on
+// [0, 1.25], and one to the square root of Phi(-a) on [1.25, 6.5], whose terms are added in pairs, since the processor
+// waits for chains of them.
+TZ float tz_ndtr(float x) {
+  const float a = std::fabs(x), z = a * a, u = (a > 6.5f ? 6.5f : a) * 0.380952381f - 1.47619048f, v = u * u, w = v * v;
+  const float near = a * (0.398942262f + z * (-0.0664899871f + z * (9.97150037e-3f + z * (-1.18270912e-3f
+    + z * (1.10327106e-4f - z * 6.64476465e-6f)))));
+  const float p0 = 7.30153173e-3f - 0.0393543616f * u, p2 = 0.0940965116f - 0.1262867f * u;
+  const float p4 = 0.0939993635f - 0.0205416158f * u, p6 = -0.0301939398f + 0.0307510905f * u;
+  const float p8 = -7.56630115e-3f - 7.1126027e-3f * u, p10 = 6.45143772e-3f - 2.59909255e-4f * u;
+  const float p12 = -1.83128926e-3f + 2.88234383e-4f * u, p14 = 2.64940754e-4f;
+  const float low = (p0 + p2 * v) + (p4 + p6 * v) * w, high = (p8 + p10 * v) + (p12 + p14 * v) * w, root = low + high * (w * w);
+  const float tail = a < 1.25f ? 0.5f - near : a > 6.5f ? 0.0f : root * root;
+  return x < 0 ? tail : 1 - tail;
+}
+
 #include "scalars.h"
 
 #define TZ_TYPES float, double, int64_t, int32_t, int16_t, int8_t, uint64_t, uint32_t, uint16_t, uint8_t, bool
