@@ -209,6 +209,7 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:flat_reductions": of(collapse.flat_reductions, kernels(lambda k: (collapse.flat_reductions(k),))),
     "schedule:merge_axes": of(collapse.merge_axes, kernels(lambda k: (collapse.merge_axes(k, k.axes),))),
     "schedule:merged": of(merged.merged, kernels(lambda k: (merged.merged(k),))),
+    "schedule:summed_as_stored": of(merged.summed_as_stored, kernels(lambda k: (merged.summed_as_stored(k),))),
     "schedule:tabled": of(tables.tabled, kernels(lambda k: (*tables.tabled(k)[0], tables.tabled(k)[1]))),
     "schedule:even_products": of(patches.even_products, kernels(lambda k: (patches.even_products(k),))),
     "schedule:rows_apart": of(patches.rows_apart, kernels(lambda k: (patches.rows_apart(k),))),

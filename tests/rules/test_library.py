@@ -485,6 +485,8 @@ def test_other_tensors_one_beside_the_other_are_lowered_to_know_their_price() ->
         (lambda: torch.nn.Conv2d(64, 64, 1), (1, 64, 16, 16), False),
         (lambda: torch.nn.Conv2d(64, 64, 3, padding=1, groups=2), (1, 64, 8, 8), False),
         (lambda: torch.nn.ConvTranspose2d(4, 4, 2, 2), (1, 4, 8, 8), False),
+        (lambda: torch.nn.Conv2d(32, 32, 3, 2, 1), (2, 32, 28, 28), True),
+        (lambda: torch.nn.Conv2d(16, 32, 3, 2, 1), (2, 16, 28, 28), False),
     ],
 )
 def test_some_convolutions_are_called_on_a_processor(made: Any, shape: Any, called: bool, cache: Path) -> None:
@@ -496,6 +498,24 @@ def test_some_convolutions_are_called_on_a_processor(made: Any, shape: Any, call
         assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.convolution.default"] * called
         never = terrazzo.compile(model, x, options={"cache_dir": cache, "libraries": "never"})
         assert not never.compiled.fallbacks
+
+
+@pytest.mark.parametrize(("channels", "last", "called"), [(16, True, True), (16, False, False), (8, True, False)])
+def test_convolutions_are_called_where_channels_are_last(channels: int, last: bool, called: bool, cache: Path) -> None:
+    """A library's vectors lie along channels then, and ours would be read across memory; so would their results."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.BatchNorm2d(channels), torch.nn.Conv2d(channels, 32, 3, padding=1), torch.nn.ReLU()
+    ).eval()
+    x = torch.randn(2, channels, 24, 24).contiguous(
+        memory_format=torch.channels_last if last else torch.contiguous_format
+    )
+    with torch.no_grad():
+        compiled = terrazzo.compile(model, x, options={"cache_dir": cache})
+        found = compiled(x)
+        assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.convolution.default"] * called
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+        assert found.stride() == model(x).stride()
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,26 @@ def test_what_is_known_of_a_group_of_channels_is_computed_once(last: bool, tmp_p
     assert bool(re.search(r"i\d+ < 4; i\d+\+\+\) {  // free", text)) is not last
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_channels_are_summed_along_memory(groups: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Where all channels are one group, that is one run; or else steps along a channel are a loop of lanes, whose
+    places nobody divides for.
+    """
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 16, 9, 11, dtype=dtype), torch.randn(16, dtype=dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    def fn(x: Any, w: Any) -> Any:
+        return torch.nn.functional.group_norm(x, groups, w, w)
+
+    call = terrazzo.compile(fn, x, w, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})
+    exact = fn(x.double(), w.double())
+    assert accuracy([call(x, w)], [fn(x, w)], [exact]).problem == ""
+    text = "".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
+    assert text and not re.search(r"/ (9|11|99)\b|% (9|11|99)\b", text)
+
+
 def test_a_border_is_asked_of_once_for_all_channels(tmp_path: Path) -> None:
     """Each of two loops over these has a length that is known. And gradients of what has its channels last lie so."""
     torch.manual_seed(0)

@@ -35,7 +35,7 @@ from terrazzo.targets.cpu.combine import (
     types,
 )
 from terrazzo.targets.cpu.lanes import by_value, header, noted, pieces
-from terrazzo.targets.cpu.merged import as_stored, merged, quotients_apart
+from terrazzo.targets.cpu.merged import as_stored, merged, quotients_apart, summed_as_stored
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
     PARALLEL,
@@ -114,7 +114,7 @@ def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
 
 def _walked(kernel: l.Kernel) -> l.Kernel:
     """A kernel with the axes along which it is walked."""
-    return merged(as_stored(quotients_apart(kernel)))
+    return merged(summed_as_stored(as_stored(quotients_apart(kernel))))
 
 
 def _span(b: l.Buffer) -> int:

@@ -8,10 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten, unflatten
+from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, Var
 from terrazzo.ir.node import substitute, substituted, topological, transformed
-from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
+from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes, number_of, sizes_of_digits
 
 
 def merged(kernel: l.Kernel) -> l.Kernel:
@@ -59,6 +60,63 @@ def as_stored(kernel: l.Kernel) -> l.Kernel:
     axes = tuple(sorted(kernel.axes, key=lambda a: -by[a][0]))
     alike = all(x >= y for a, b in pairwise(axes) for x, y in zip(by[a], by[b], strict=True))
     return l.Kernel(kernel.name, axes, kernel.stores, kernel.source) if alike and axes != kernel.axes else kernel
+
+
+def summed_as_stored(kernel: l.Kernel) -> l.Kernel:
+    """`kernel` with an axis for every digit by which a reduction divides to find a place, in the order in which memory
+    runs: groups of channels that lie last are read along these. Where such a run is short, it is the outermost: steps
+    along the others are loops of lanes.
+
+    @loop
+    def f(x: f32[2, 64, 6, 6] @ (2304, 1, 384, 64)):
+        with kernel('z', z=f32[2]):
+            for a0 in free(2):
+                for r0 in reduce(2304):
+                    in0 = x[a0, r0 // 36, r0 // 6 % 6, r0 % 6]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    =>
+    @loop
+    def f(x: f32[2, 64, 6, 6] @ (2304, 1, 384, 64)):
+        with kernel('z', z=f32[2]):
+            for a0 in free(2):
+                for r0, r1, r2 in reduce(6, 6, 64):
+                    in0 = x[a0, r2, r0, r1]
+                    acc0 <- sum(in0)
+                z[a0] = acc0
+        return (z,)
+    """
+    stores = transformed(kernel.stores, _summed_as_stored)
+    return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+
+
+def _summed_as_stored(node: Any) -> Any:
+    """A reduction of one value, in whatever order, along memory."""
+    if type(node) is not l.Reduce or node.monoid.width > 1 or contraction(node) is not None:
+        return node
+    axes, args = l.open_binder(node)
+    apart = {a: [Var(l.fresh_name(), x) for x in sizes_of_digits(a, args)] for a in axes}
+    every = [d for a in axes for d in apart[a]]
+    if len(every) == len(axes) or not all(isinstance(d.extent, int) and d.extent > 0 for d in every):
+        return node
+    inner = [substitute(x, {a: number_of(apart[a]) for a in axes}) for x in args]
+    loads = [x for x in topological(inner) if isinstance(x, l.Load) and {*every} <= x.free and not x.inside]
+    if not loads:
+        return node
+    place = flatten(loads[0].index, loads[0].buffer.type.element_strides)
+    far = {d: by for d in every if isinstance(by := coefficient(place, d), int)}
+    if len(far) < len(every):
+        return node
+    ordered = sorted(every, key=lambda d: -abs(far[d]))
+    last = ordered[-1]
+    if abs(far[last]) == 1 and isinstance(last.extent, int) and last.extent < RUN:
+        ordered = [last, *ordered[:-1]]
+    return l.Reduce.make(node.monoid, tuple(ordered), tuple(inner))
+
+
+RUN = 32
+"""Elements of a run from which on it is the innermost loop, which is lanes then."""
 
 
 def quotients_apart(kernel: l.Kernel) -> l.Kernel:

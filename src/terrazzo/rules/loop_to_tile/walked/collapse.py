@@ -191,10 +191,10 @@ def digits_apart(kernel: l.Kernel) -> l.Kernel:
     new: dict[Any, Any] = {}
     axes: list[Var] = []
     for a in kernel.axes:
-        sizes = _digits(a, kernel.stores)
+        sizes = sizes_of_digits(a, kernel.stores)
         digits = [Var(f"a{len(axes) + k}", n) for k, n in enumerate(sizes)]
         axes += digits
-        new[a] = _number(digits)
+        new[a] = number_of(digits)
     if len(axes) > len(kernel.axes):
         kernel = l.Kernel(kernel.name, tuple(axes), substituted(kernel.stores, new), kernel.source)
     stores = transformed(kernel.stores, _steps_apart)
@@ -206,15 +206,15 @@ def _steps_apart(node: Any) -> Any:
     if not isinstance(node, l.Reduce) or contraction(node) is None:
         return node
     axes, args = l.open_binder(node)
-    digits = {a: [Var(l.fresh_name(), n) for n in _digits(a, args)] for a in axes}
+    digits = {a: [Var(l.fresh_name(), n) for n in sizes_of_digits(a, args)] for a in axes}
     if all(len(x) == 1 for x in digits.values()):
         return node
-    new: dict[Any, Any] = {a: _number(x) for a, x in digits.items()}
+    new: dict[Any, Any] = {a: number_of(x) for a, x in digits.items()}
     inner = tuple(d for a in axes for d in digits[a])
     return l.Reduce.make(node.monoid, inner, tuple(substitute(a, new) for a in args))
 
 
-def _digits(axis: Any, terms: Sequence[Any]) -> list[Any]:
+def sizes_of_digits(axis: Any, terms: Sequence[Any]) -> list[Any]:
     """How long the digits of an axis are by which terms divide it, outermost first."""
     every = topological(terms)
     steps = sorted({x.b for x in every if isinstance(x, FloorDiv | Mod) and x.a is axis and isinstance(x.b, int)})
@@ -224,7 +224,7 @@ def _digits(axis: Any, terms: Sequence[Any]) -> list[Any]:
     return [y // x for x, y in reversed([*pairwise(sizes)])]
 
 
-def _number(digits: Sequence[Any]) -> Any:
+def number_of(digits: Sequence[Any]) -> Any:
     """What digits stand for."""
     found: Any = 0
     for d in digits:
@@ -296,13 +296,13 @@ def _as_memory_runs(products: bool, node: Any) -> Any:
     if not isinstance(node, l.Reduce) or node.monoid.width > 1 or (contraction(node) is not None) is not products:
         return node
     axes, args = l.open_binder(node)
-    sizes = [(a, _digits(a, args)) for a in axes]
+    sizes = [(a, sizes_of_digits(a, args)) for a in axes]
     digits = {a: [Var(l.fresh_name(), n) for n in found] for a, found in sizes}
     every = [d for a in axes for d in digits[a]]
     extents = [d.extent for d in every if isinstance(d.extent, int) and d.extent > 0]
     if len(every) < 2 or len(extents) < len(every):
         return node
-    inner = [substitute(x, {a: _number(digits[a]) for a in axes}) for x in args]
+    inner = [substitute(x, {a: number_of(digits[a]) for a in axes}) for x in args]
     loads = [x for x in topological(inner) if isinstance(x, l.Load) and set(every) <= x.free]
     loads = [x for x in loads if products or not x.inside]
     if not loads or (math.prod(extents) <= SHORT and not products):
