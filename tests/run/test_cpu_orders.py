@@ -25,14 +25,18 @@ LAST = (24, 1, 8)
 """Strides of 2 images of 8 channels and 3 points, channels last."""
 
 
-def kernel(strides: tuple[int, ...] | None, summed: bool = False) -> l.Kernel:
-    """Of each element twice itself, or the sum over images of what has its channel and point."""
+def kernel(strides: tuple[int, ...] | None, summed: bool = False, windowed: bool = False) -> l.Kernel:
+    """Of each element twice itself, or the sum over images of what has its channel and point, or that of its window."""
     axes = tuple(Var(name, extent) for name, extent in zip(("a0", "a1", "a2"), (2, 8, 3), strict=True))
     x, z = (l.Buffer(name, Type(f32, (2, 8, 3), strides)) for name in ("x", "z"))
     value: Any = l.apply("add", l.Load(x, axes), l.Load(x, axes))
     if summed:
         r = Var("r0", 2)
         value = l.Reduce.make(monoid("sum"), (r,), (l.Load(x, (r, axes[1], axes[2])),))
+    if windowed:
+        r = Var("r0", 2)
+        load = l.Load(x, (axes[0], axes[1], axes[2] + r), (2 - axes[2] - r,))
+        value = l.Reduce.make(monoid("sum"), (r,), (load,))
     return l.Kernel("z", axes, (l.Store(z, axes, value),))
 
 
@@ -43,6 +47,9 @@ def test_axes_are_in_the_order_of_what_is_stored() -> None:
     assert "i0 < 48" in emit(given)[1]  # one run
     assert as_stored(kernel(None)) == kernel(None)
     assert as_stored(kernel(LAST, summed=True)).axes == kernel(LAST, summed=True).axes
+    a0, a1, a2 = (windows := kernel(LAST, windowed=True)).axes
+    assert as_stored(windows).axes == (a0, a2, a1)
+    assert as_stored(kernel(None, windowed=True)).axes == kernel(None, windowed=True).axes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,6 +83,20 @@ def test_what_is_known_of_a_group_of_channels_is_computed_once(last: bool, tmp_p
     torch.testing.assert_close(call(x, w), fn(x, w), rtol=1e-5, atol=1e-5)
     text = "".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
     assert bool(re.search(r"i\d+ < 4; i\d+\+\+\) {  // free", text)) is not last
+
+
+def test_windows_of_what_an_op_of_pytorch_made_are_walked_along_its_channels(tmp_path: Path) -> None:
+    """What a called convolution gives has its channels last, which nobody knows before it is called."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(32, 32, 3), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2, 1))
+    x = torch.randn(2, 32, 18, 18).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        call = terrazzo.compile(model, x, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})
+        torch.testing.assert_close(call(x), model(x), rtol=1e-4, atol=1e-5)
+    assert [f.op for f in call.compiled.fallbacks] == ["aten.convolution.default"]
+    ((_, source),) = call.compiled.sources
+    text = source[source.index('extern "C" int k_') :]
+    assert "columns" in text and "lane" in text  # side by side
 
 
 @pytest.mark.parametrize("groups", [1, 4])

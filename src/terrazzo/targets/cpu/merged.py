@@ -48,10 +48,12 @@ def merged(kernel: l.Kernel) -> l.Kernel:
 
 
 def as_stored(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with its axes in the order in which all of its results lie, where it only goes point by point: images
-    whose channels lie last are walked along these. Axes stay where a sum is computed once for what follows them.
+    """`kernel` with its axes in the order in which all of its results lie, where it goes point by point, or reduces for
+    each point what lies along the last of them, too: images whose channels lie last are walked along these. Axes stay
+    where a sum is computed once for what follows them.
     """
-    if kernel.scans or any(isinstance(x, l.Reduce) for x in topological(kernel.stores)):
+    reduces = [x for x in topological(kernel.stores) if isinstance(x, l.Reduce)]
+    if not kernel.axes or kernel.scans or not all({*kernel.axes} <= x.free for x in reduces):
         return kernel
     places = [flatten(s.index, s.buffer.type.element_strides) for s in kernel.stores]
     by: dict[Var, list[Any]] = {a: [coefficient(place, a) for place in places] for a in kernel.axes}
@@ -59,7 +61,16 @@ def as_stored(kernel: l.Kernel) -> l.Kernel:
         return kernel
     axes = tuple(sorted(kernel.axes, key=lambda a: -by[a][0]))
     alike = all(x >= y for a, b in pairwise(axes) for x, y in zip(by[a], by[b], strict=True))
+    if reduces and not _read_along(reduces, axes[-1], kernel.axes[-1]):
+        return kernel
     return l.Kernel(kernel.name, axes, kernel.stores, kernel.source) if alike and axes != kernel.axes else kernel
+
+
+def _read_along(terms: Sequence[Any], axis: Var, other: Var) -> bool:
+    """Whether terms read along an axis, and nothing along the other one."""
+    loads = [x for x in topological(terms) if isinstance(x, l.Load)]
+    places = [flatten(x.index, x.buffer.type.element_strides) for x in loads]
+    return any(coefficient(p, axis) == 1 for p in places) and not any(coefficient(p, other) == 1 for p in places)
 
 
 def summed_as_stored(kernel: l.Kernel) -> l.Kernel:

@@ -23,6 +23,8 @@ SHORT = 16
 """Steps of a reduction from which on there are vectors of them."""
 NEAR = (2, 3, 4)
 """How far apart what lanes read may be, where the alternative is no vector at all."""
+GROUP = 16
+"""And where that is to go from row to row of memory instead, which is longer than all lanes are together."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,9 @@ def in_columns(s: n.Loop) -> bool:
             offset = flatten(access.index, access.buffer.type.element_strides)
             by, steps = coefficient(offset, s.axes[0]), x.axes[-1].extent
             far = not isinstance(steps, int) or steps >= SHORT
-            along += by == 1 or (by in NEAR and not far)
+            row = coefficient(offset, x.axes[-1])  # lanes of one row of memory, each a group of its channels
+            grouped = isinstance(by, int) and isinstance(row, int) and 1 < by <= GROUP and row >= by * s.axes[0].extent
+            along += by == 1 or (by in NEAR and not far) or grouped
             # what knows no lane is one for all of them
             across += far and coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free
         if not vectorises([y for y in x.body if isinstance(y, n.Let) and s.axes[0] in y.term.free]):
