@@ -142,3 +142,15 @@ def test_truths_become_floats_in_vectors(tmp_path: Path) -> None:
     compiled(lambda x, y: loss(x, (y > 0).to(x.dtype)), tmp_path, x, y)
     (library,) = (p for p in tmp_path.rglob("*.so") if b"k_" in p.read_bytes())
     assert b"_ZGV" in library.read_bytes()
+
+
+def test_the_tail_of_a_gelu_is_no_worse_than_that_of_an_error_function(tmp_path: Path) -> None:
+    x = torch.linspace(-9, 9, 4096)
+    x[:4] = torch.tensor([float("nan"), float("inf"), 0.0, -1e6])
+    gelu = torch.nn.functional.gelu
+    ours = terrazzo.compile(gelu, x, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})(x)
+    assert ours[0].isnan() and ours[1].isinf() and ours[2] == 0 and ours[3] == 0
+    exact, eager = gelu(x[4:].double()), gelu(x[4:])
+    for some in (x[4:] < -2, x[4:] < 1, x[4:] < 9):
+        found, theirs = ((t - exact)[some].abs().max() for t in (ours[4:], eager))
+        assert found <= 2 * theirs
