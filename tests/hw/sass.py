@@ -26,11 +26,16 @@ def nvdisasm() -> str:
 
 def sass(kernel: k.Kernel, arch: str, folder: Path) -> list[str]:
     """The instructions of a kernel, one a line. Skips where NVRTC or nvdisasm is missing."""
+    return disassembled(emit(kernel)[1], arch, folder)
+
+
+def disassembled(source: str, arch: str, folder: Path) -> list[str]:
+    """The same of a source without the prelude."""
     pytest.importorskip("cuda.bindings")
     if not nvdisasm():
         pytest.skip("there is no nvdisasm here; `pip install nvidia-cuda-nvdisasm`")
     nvrtc_version()
-    (made,) = compile_each([emit(kernel)[1]], arch, Cache(folder, 1 << 30)).values()
+    (made,) = compile_each([source], arch, Cache(folder, 1 << 30)).values()
     assert made.path is not None, made.facts
     told = subprocess.run([nvdisasm(), "-c", str(made.path)], capture_output=True, text=True, check=True).stdout
     return [line.split("*/", 1)[1].strip().rstrip(" ;") for line in told.splitlines() if line.strip().startswith("/*")]

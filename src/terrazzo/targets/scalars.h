@@ -78,3 +78,13 @@ TZ float tz_sine_near(float x, int on) {
   float y = quarter & 1 ? c : s;
   return x == 0 && !on ? x : quarter & 2 ? -y : y;
 }
+// 1 / sqrt(x), both rounded to nearest, without a branch: what a GPU does with its approximations `root` of 1 / sqrt and `inverse` of 1 / x to round
+// either of them, on numbers that are large enough for it; smaller ones are 2^64 times as large meanwhile. Where that finds no number (of 0, of
+// infinity, of what is negative and of what is none) the approximation is exact.
+template <class Root, class Inverse> TZ float tz_rsqrt_from(float x, Root root, Inverse inverse) {
+  bool small = x < 0x1p-101f;
+  float s = x * (small ? 0x1p64f : 1.0f), r = root(s), g = s * r;
+  float y = fmaf(fmaf(-g, g, s), 0.5f * r, g), p = inverse(y);
+  float found = fmaf(p, -fmaf(y, p, -1.0f), p) * (small ? 0x1p32f : 1.0f);
+  return found == found ? found : r;
+}

@@ -142,9 +142,7 @@ SCALARS = _table(
     Scalar("round", 1, _same(*_FLOAT), np.rint, "nearbyint{f}({0})"),
     # powers, exponentials, logarithms
     Scalar("sqrt", 1, _same(*_FLOAT), np.sqrt, "sqrt{f}({0})", 4),
-    Scalar(
-        "rsqrt", 1, _same(*_FLOAT), lambda x: (1 / np.sqrt(x)).astype(np.result_type(x)), "(({t})1 / sqrt{f}({0}))", 8
-    ),
+    Scalar("rsqrt", 1, _same(*_FLOAT), lambda x: (1 / np.sqrt(x)).astype(np.result_type(x)), "tz_rsqrt({0})", 8),
     Scalar("pow", 2, _same(*_FLOAT), np.power, "pow{f}({0}, {1})", 30),
     Scalar("exp", 1, _same(*_FLOAT), np.exp, "tz_exp({0})", 10),
     Scalar("exp2", 1, _same(*_FLOAT), np.exp2, "exp2{f}({0})", 10),

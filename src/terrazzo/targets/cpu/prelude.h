@@ -176,6 +176,7 @@ template <class T> TZ T tz_rounded_mul(T a, T b) {
   return tz_bits<T>(static_cast<Bits>(tz_bits<Bits>(a * b) ^ static_cast<Bits>(tz_no_bits)));
 #endif
 }
+template <class T> TZ T tz_rsqrt(T x) { return T(1) / std::sqrt(x); }
 template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
 template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
 template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }

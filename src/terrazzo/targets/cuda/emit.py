@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
@@ -68,21 +68,17 @@ def gathers(kernel: k.Kernel) -> bool:
     return any(isinstance(x, Loaded) and not stays(x.value, x.extent, known) for x in topological(kernel.body))
 
 
-def _rounded(kernel: k.Kernel) -> set[Node]:
-    """Values of bf16 that numbers of f32 or whole numbers are rounded to and that are only converted back: they stay in
-    f32, where one instruction rounds.
-    """
+def _passed(kernel: k.Kernel, made: Callable[[Any], bool], read: Callable[[Any], bool]) -> set[Node]:
+    """Values of terms that are `made` so, and only read by terms that `read` them so."""
     found: set[Node] = set()
     others: set[Node] = set()
     for s in k.walk(kernel.body):
         match s:
-            case k.Let(term=l.Apply(fn=fn, args=(k.Value(),))) if fn.name == "f32":
+            case k.Let() if read(s.term):
                 continue
-            case k.Let(term=l.Apply(fn=fn, args=(l.Term() as x,))) if fn.name == "bf16" and _rounds(x.dtype):
-                found.add(s.value)
-                used: Any = [x]
             case k.Let():
-                used = [s.term]
+                found |= {s.value} if made(s.term) else set()
+                used: Any = [s.term]
             case k.If():
                 used = s.inside
             case k.For() | k.Role():
@@ -91,6 +87,31 @@ def _rounded(kernel: k.Kernel) -> set[Node]:
                 used = s.children
         others |= set(topological([x for x in used if isinstance(x, Node)]))
     return found - others
+
+
+def _rounded(kernel: k.Kernel) -> set[Node]:
+    """Values of bf16 that numbers of f32 or whole numbers are rounded to and that are only converted back: they stay in
+    f32, where one instruction rounds.
+    """
+    made = lambda x: _is(x, "bf16") and isinstance(x.args[0], l.Term) and _rounds(x.args[0].dtype)  # noqa: E731
+    return _passed(kernel, made, lambda x: _is(x, "f32") and isinstance(x.args[0], k.Value))
+
+
+def _inverted(kernel: k.Kernel) -> set[Node]:
+    """Square roots in f32 that 1 is divided by, and nothing else reads: both are one function, without a branch."""
+    return _passed(kernel, lambda x: x.dtype is f32 and _is(x, "sqrt"), _inverts)
+
+
+def _is(x: Any, name: str) -> bool:
+    """Whether a term is this function of others."""
+    return isinstance(x, l.Apply) and x.fn.name == name
+
+
+def _inverts(x: Any) -> bool:
+    """Whether a term is 1 by a value."""
+    if not _is(x, "div") or not isinstance(x.args[1], k.Value):
+        return False
+    return isinstance(x.args[0], l.Literal) and x.args[0].value == 1
 
 
 EXACT = 1 << 8
@@ -121,7 +142,7 @@ class _Writer:
         self.maps: dict[k.Map, str] = {}
         self.unrolled: set[Node] = set()
         self.waits = settled(kernel)
-        self.rounded = _rounded(kernel)
+        self.rounded, self.inverted = _rounded(kernel), _inverted(kernel)
         self.varying = k.varying(kernel.body, ("lane",))
         self.converged = True
         self.begins = False
@@ -320,11 +341,15 @@ class _Writer:
     def let(self, s: k.Let) -> str:
         """A value with its term. Whole numbers that fit into 32 bits are in 32 bits."""
         rounded = isinstance(s.term, l.Apply) and (s.value in self.rounded or s.term.args[0] in self.rounded)
-        name = self.names.local(plain(s.value.name))
+        name, by = self.names.local(plain(s.value.name)), tuple[Any, ...](getattr(s.term, "args", ()))
         kind = "f32" if rounded else c_type(s.value.type)
         text = self.short.text(s.term)
         if isinstance(s.term, l.Apply) and rounded:
             text = self.held(s.term.args[0]) if s.value in self.rounded else term(s.term.args[0], self.scope)
+        elif s.value in self.inverted:
+            text = term(by[0], self.scope)
+        elif _inverts(s.term) and by[1] in self.inverted:
+            text = f"tz_rsqrt({term(by[1], self.scope)})"
         elif self.short.fits(s.term):
             kind, text = "i32", text or f"(i32){term(s.term, self.scope)}"
         self.short.let(s, name)

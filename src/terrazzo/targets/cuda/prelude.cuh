@@ -171,6 +171,12 @@ static __device__ __noinline__ float tz_cos_far(float x) { return cosf(x); }
 TZ float tz_sin(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 0) : tz_sin_far(x); }
 TZ float tz_cos(float x) { return fabsf(x) < TZ_NEAR ? tz_sine_near(x, 1) : tz_cos_far(x); }
 TZ double tz_sin(double x) { return sin(x); }
+// A division and a root of their own have a branch each, behind which the rare cases are: an epilogue that normalises has 64 of both in a thread,
+// which ptxas takes seconds for.
+TZ float tz_root(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ float tz_inverse(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+TZ float tz_rsqrt(float x) { return tz_rsqrt_from(x, tz_root, tz_inverse); }
+TZ double tz_rsqrt(double x) { return 1.0 / sqrt(x); }
 TZ float tz_exp(float x) { return expf(x); }
 TZ double tz_exp(double x) { return exp(x); }
 TZ double tz_cos(double x) { return cos(x); }
