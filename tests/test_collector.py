@@ -11,11 +11,14 @@ import torch
 from terrazzo import collector
 from terrazzo.collector import paused, remembered
 from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import GPUS
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.kernel import machine
 from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
+from terrazzo.targets.cuda.check import report
+from terrazzo.targets.cuda.emit import emit
 from tests.kernels.by_hand import FOLDER
 
 
@@ -130,3 +133,19 @@ def test_all_that_was_found_is_remembered_while_a_program_is_compiled() -> None:
     squared(1)
     assert len(asked) == many + 1, "and little is kept"
     collector._remembered.remove(squared)
+
+
+MANY_KERNELS = """@kernel
+def larger(x: i16[64]):
+    with launch('larger', _grid=1, _warps=2, _resident=1, _reads=[x], y=bool[64]):
+        y[lane + warp * 32] = gt(x[lane + warp * 32], i16({}))
+    return (y,)
+"""
+
+
+def test_each_of_many_kernels_is_written_and_checked_once() -> None:
+    """A training step of a DenseNet has 600: passes that go through all of them found nothing of the pass before."""
+    kernels = [parse(MANY_KERNELS.format(n)).steps[0] for n in range(2 * collector.FEW // 3)]
+    for fn in (emit, lambda kernel: report(kernel, GPUS["sm_90a"])):
+        first = [fn(kernel) for kernel in kernels]
+        assert all(fn(kernel) is before for kernel, before in zip(kernels, first, strict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
+from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.canonical import Form, form_of
@@ -77,7 +77,7 @@ def complete(
     return _completed(kernel, schedule, gpu, show)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _completed(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, show: bool) -> tuple[Plan | Refused, tuple[Event, ...]]:
     """Kept, because whoever chooses a schedule asks for its plan, and equal layers have equal kernels."""
     log = Log()
@@ -121,7 +121,7 @@ def program(
     return tile.Program(scheduled.loop, scheduled.schedules, tuple(sorted(plans.items())))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _faults(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> tuple[Problem, ...]:
     """What is wrong with the plan that rules make of a schedule, if there is one."""
     plan, _ = complete(kernel, schedule, gpu)

@@ -8,9 +8,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug, Limitation, UserError, about, again
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
@@ -141,7 +142,7 @@ def derived(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan | None = 
     return found if isinstance(found, Refused) else _written(kernel, schedule, gpu, found)
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _written(kernel: l.Kernel, schedule: Schedule, gpu: Gpu, plan: Plan) -> k.Kernel | Refused:
     """Kept, because whoever chooses a schedule asks for what it becomes, and equal layers have equal kernels."""
     try:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug, UserError, about
 from terrazzo.hw import mma_sync, wgmma
 from terrazzo.hw.gpu import Gpu
@@ -75,7 +75,7 @@ def check(program: k.Program, gpu: Gpu, error: type[Exception] = CompilerBug) ->
             raise error(f"{step.name}: {found.problems[0]}")
 
 
-@lru_cache(maxsize=512)
+@remembered
 def report(kernel: k.Kernel, gpu: Gpu) -> Report:
     """All that can be said of a kernel without running it."""
     problems: list[tuple[str, int]] = [(why, 0) for why in budgets(kernel, gpu)]

@@ -9,6 +9,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug
 from terrazzo.hw import functions, wgmma
 from terrazzo.ir.address import flatten
@@ -49,7 +50,7 @@ def prelude() -> str:
     )
 
 
-@lru_cache(maxsize=512)
+@remembered
 def emit(kernel: k.Kernel) -> tuple[str, str]:
     """(function name, CUDA source without the prelude) of a kernel. Kernels that differ only in names of buffers have
     the same source. Kept, because whoever chooses schedules asks whether what they become was built before.

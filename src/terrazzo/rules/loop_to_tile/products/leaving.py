@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.ir.dialects import loop as l
@@ -92,7 +93,7 @@ def leaves(p: Product, t: Tile) -> str:
     return "tma" if _turned(p, t) else _leave(p, t.rows, t.m, t.columns, t.width(narrowest(p)))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def gathers(p: Product) -> bool:
     """Whether results may gather in shared memory: of 16 bits, or of 32, where these are more than the cache has."""
     return {s.buffer.type.dtype.size for s in p.kernel.stores} == {2} or scatter(p)
@@ -116,14 +117,14 @@ def _leave_turned(p: Product, rows: Any, columns: Any, width: int) -> bool:
     return known and all(_is_box(s, columns, width, rows, ROWS) for s in p.kernel.stores)
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _leave(p: Product, rows: Any, m: int, columns: Any, width: int) -> str:
     if not all(along(s, columns) for s in p.kernel.stores):
         return ""
     return "tma" if all(_is_box(s, rows, m, columns, width) for s in p.kernel.stores) else "ld"
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _is_box(store: l.Store, rows: Any, m: int, columns: Any, width: int) -> bool:
     found = box(store, {rows: m, columns: width})
     return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)

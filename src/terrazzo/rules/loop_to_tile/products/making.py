@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.concatenated import loaded
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -48,7 +49,7 @@ with eight times as many (H200, 22 November 2026).
 """
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def promotes(p: Product) -> bool:
     """Whether sums of steps are added up on CUDA cores: where there are several terms of the same parts, someone wants
     to be exact.
@@ -56,7 +57,7 @@ def promotes(p: Product) -> bool:
     return any(len(c.terms) > 1 and len(c.operands) < 2 * len(c.terms) for c in p.sites)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def converted(p: Product) -> tuple[Any, ...]:
     """The operands that threads make of others, in registers."""
     return tuple(x for x in p.operands if not loaded(x))

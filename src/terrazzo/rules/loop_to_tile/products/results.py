@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
@@ -55,7 +55,7 @@ class Results:
     across: Mapping[Any, int]
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def results(p: Product) -> Results:
     """What follows the sums of a product."""
     sums = {c.reduce for c in p.sites} | {*rescues(p.kernel)}
@@ -76,7 +76,7 @@ def _operations(terms: Iterable[Any]) -> float:
     return sum(x.fn.cost for x in terms if isinstance(x, l.Apply) and not is_cast(x.fn))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def scatter(p: Product) -> bool:
     """Whether results of 32 bits, beside others of 16 perhaps, are more than the cache has: they had better not leave
     the registers of matrix instructions. What a tile's rows are reduced to has no columns that could.
@@ -93,7 +93,7 @@ def apart(p: Product, gpu: Gpu) -> float:
     return r.stored * r.points * max(1 / SCATTERED - 1 / gpu.memory, 0.0) if scatter(p) else 0.0
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def partly_stored(p: Product) -> float:
     """Nanoseconds in which results are stored that lie apart in memory, so that no warp fills a sector, and that are
     more than the cache has: such as the points of one phase of a transposed convolution. 16 x 64 x 318 x 638 of stride
@@ -108,7 +108,7 @@ def partly_stored(p: Product) -> float:
     return found
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def along(x: Any, axis: Any) -> bool:
     """Whether an access goes along an axis where memory does."""
     return axis in x.free and coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1

@@ -147,7 +147,8 @@ def shapes(p: Product, n: int) -> Iterator[Tile]:
             if turns and columns.extent % n and roots(p, columns):
                 continue
             tile = Tile(rows, columns, groups, each, n, step(p), turns=turns)
-            if any(w not in (16, 32) and w % STEP for w in _run_lengths(p, rows, columns, tile.m, n, tile.k)):
+            lengths = tile.m, n, tile.k
+            if any(lengths[c] not in (16, 32) and lengths[c] % STEP for c in _runs_along(p, rows, columns)):
                 continue
             for way in (tile, replace(tile, direct=True)) if scatter(p) and n >= LEAST and not turns else (tile,):
                 yield way
@@ -257,9 +258,9 @@ def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
 
 
 @lru_cache(maxsize=1024)
-def _run_lengths(p: Product, rows: Any, columns: Any, m: int, n: int, k: int) -> frozenset[int]:
-    """Elements of the slabs of all sources that lie in a row."""
-    return frozenset(m if along(x, rows) else n if along(x, columns) else k for x in p.sources)
+def _runs_along(p: Product, rows: Any, columns: Any) -> tuple[int, ...]:
+    """Along which of the axes of a tile memory of its sources runs: rows, columns or steps."""
+    return tuple({0 if along(x, rows) else 1 if along(x, columns) else 2 for x in p.sources})
 
 
 def runs(x: Any, t: Tile) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from terrazzo.collector import remembered
 from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.hw.products import missing
@@ -116,7 +116,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     return _plans(p.nameless, gpu)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     found: list[tuple[Plan, int]] = []
     if gpu.warpgroups is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, flatten, mentions
 from terrazzo.ir.concatenated import concatenated
@@ -146,7 +146,7 @@ class Facts:
     several: bool
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def facts_of(p: Product) -> Facts:
     """Of a product, once for all of its tiles."""
     sources = tuple(Source(x.free, x.dtype.size, p.touched(x) * x.dtype.size, _straddles(x)) for x in p.sources)

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient, flatten, unflatten
 from terrazzo.ir.contraction import Contraction, contraction
 from terrazzo.ir.dialects import loop as l
@@ -17,7 +18,7 @@ from terrazzo.ir.sites import product
 from terrazzo.rules.moves import meeting
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def collapse(kernel: l.Kernel) -> l.Kernel:
     """`kernel` over one axis, where every store is at every point of its axes and nothing scans. The axis runs through
     memory as the first store does.
@@ -157,7 +158,7 @@ def merge_product_axes(kernel: l.Kernel, products: Sequence[Contraction]) -> l.K
     return l.Kernel(kernel.name, tuple(merged[a] for a in kernel.axes if a in merged), stores, kernel.source)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def digits_apart(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with an axis for every digit that operands are read by: in memory, each has steps of its own.
 
