@@ -43,6 +43,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "a row in a tile": (lambda x: x.cumsum(-1), (x(5, 300),)),
     "rows with a rest": (lambda x: x.cumsum(-1), (x(3, 2051),)),
     "a long row": (lambda x: x.cumsum(-1), (x(50001),)),
+    "pieces of long rows": (lambda x: x.exp().cumsum(-1) * 2, (x(2, 12288),)),
+    "pieces of columns": (lambda x: x.cumsum(0), (x(10240, 3),)),
+    "pieces of rows of 16 bits": (lambda x: x.cumsum(-1), (x(8192, dtype=torch.bfloat16),)),
+    "pieces of several": (lambda x, y: x.cumsum(-1) / (1 + y.cumsum(-1)), (x(3, 8192), x(3, 8192).exp())),
+    "pieces of positions": (lambda x: (x > 0).cumsum(-1), (x(2, 8192),)),
     "short rows": (lambda x: x.cumsum(-1), (x(701, 3),)),
     "many short rows": (lambda x: x.cumsum(-1), (x(40, 6, 20),)),
     "columns": (lambda x: x.cumsum(0), (x(600, 70),)),
@@ -72,6 +77,15 @@ def test_it_means_what_its_steps_mean(name: str, seed: int | None) -> None:
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         rough = args[0].dtype == torch.bfloat16
         np.testing.assert_allclose(a, b, rtol=1e-2 if rough else 1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1 << 22,), 0), ((19, 131072), 1), ((131072, 19), 0)])
+def test_few_rows_that_are_long_fill_a_gpu(shape: tuple[int, ...], dim: int) -> None:
+    options = Options(target="sm_90a", libraries="never")
+    done = lowering(capture(lambda x: x.cumsum(dim), (torch.empty(shape, device="meta"),)).program, options)
+    *before, last = done.at("kernel").steps
+    assert last.grid >= 132 and not faults(last, "sm_90a")
+    assert len(before) >= 2 and all(b.name.startswith("cumsum_") for s in before for b in s.writes)
 
 
 SHARED = """\

@@ -37,7 +37,7 @@ from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, 
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
 from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
-from terrazzo.rules.loop_to_tile.reductions import mixed, rows
+from terrazzo.rules.loop_to_tile.reductions import mixed, rows, scans_in_pieces
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
 from terrazzo.rules.tensor_to_loop.lift import lift
@@ -227,6 +227,9 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:lie_alike": of(mixed.lie_alike, kernels(mixed.lie_alike)),
     "schedule:taps_apart": of(taps.taps_apart, kernels(lambda k: taps.taps_apart(k, 1))),
     "schedule:split": of(splitting.split, kernels(split)),
+    "schedule:scanned_in_pieces": of(
+        scans_in_pieces.scanned_in_pieces, kernels(lambda k: scans_in_pieces.scanned_in_pieces(k, 2))
+    ),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
     "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),
     "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),

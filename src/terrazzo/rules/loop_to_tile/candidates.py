@@ -35,6 +35,7 @@ from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
 from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans
 from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, meeting, partial_states, together
+from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import pieces, scanned_in_pieces
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
@@ -90,6 +91,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         if (sharing := scans.shared(flat, gpu)) is not None:
+            yield from (x.after(flattened) for x in _scans_in_pieces(flat, gpu, pinned, pick))
             whole, bound, what = sharing
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
         yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned, pick))
@@ -112,6 +114,14 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield Candidate(((even, *chosen),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
+
+
+def _scans_in_pieces(flat: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """Scans of rows that are few and long, in pieces over the grid, where that is faster by the model."""
+    parts = scanned_in_pieces(flat, pieces(flat, gpu))
+    if len(parts) > 1 and expected(parts, gpu) < expected([flat], gpu):
+        done = joined(pick(candidates(x, gpu, pinned, pick)) for x in parts)
+        yield done.after(("scanned_in_pieces", flat, parts))
 
 
 def _alike(
