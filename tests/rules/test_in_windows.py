@@ -311,44 +311,6 @@ def test_a_product_in_windows_of_its_batch(shape: str, index: str, read: str) ->
     assert in_windows(rows, Log(), lambda steps: 1.0, lambda maker: False, worth=1 << 20) is rows, "this has no batch"
 
 
-LAST = product("h_1", "v", "y", 4096, 64)
-ADDED = """
-    with kernel('y', y=f32[4096, 64]):
-        for a0 in free(4096):
-            for a1 in free(64):
-                in0 = x_1[a0, a1]
-                for r0 in reduce(512):
-                    in1 = h_1[a0, r0]
-                    in2 = v[a1, r0]
-                    v0 = mul(in1, in2)
-                    acc0 <- sum(v0)
-                v1 = add(acc0, in0)
-                y[a0, a1] = v1"""
-
-
-@pytest.mark.parametrize("n", [2048, 256])
-def test_a_product_in_windows_of_its_rows(n: int) -> None:
-    """A hidden layer is there by rows where it is larger than what it is made of, and parts of it are stored."""
-    steps = product("g", "w", "h", 4096, n), *(x.replace("512", str(n)) for x in (parts("h", 4096), LAST))
-    inputs = f"x: f32[4096, 512], w: f32[{n}, 512], v: f32[64, {n}]"
-    p = program(parts("x", 4096).replace("x_1", "g"), *steps, results="y", inputs=inputs)
-    log = Log()
-    found = in_windows(p, log, lambda steps: 1.0, lambda maker: maker.name == "h_parts", worth=1 << 20)
-    assert (most(found) < most(p)) == (n > 512)
-    assert ("h" in wholes([e for e in log.events if e.fired])) == (n > 512)
-    same(p, found)
-
-
-def test_who_cannot_go_along_stays() -> None:
-    """A skip connection is read by who multiplies parts, and by who reads it before these are there."""
-    before = product("x_1", "w", "h", 4096, 512)
-    p = program(parts("x", 4096), before, parts("h", 4096), ADDED, results="y",
-                inputs="x: f32[4096, 512], w: f32[512, 512], v: f32[64, 512]")  # fmt: skip
-    found, told = windowed(p)
-    assert wholes(told) == {"h_parts", "y"} and most(found) < most(p)
-    same(p, found)
-
-
 SCALED = """
     with kernel('w_parts', w_least=f32[2048], w_1=f32[2048, 512]):
         for a0 in free(2048):

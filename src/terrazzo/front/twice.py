@@ -53,11 +53,11 @@ class Twice:
 
         again = torch._dynamo.disable(self._again)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph
-        learned = torch.is_grad_enabled
+        asked = torch.is_grad_enabled
 
         def notice(given: _Given, of: dict[int, int], found: Sequence[Any], tangents: Sequence[Any]) -> Any:
             """Calls nothing that Dynamo would trace, where no graph is asked for: to disable that takes longer."""
-            if learned():
+            if asked():
                 return again(given, of, found, tangents)
             if not keeps():
                 given.kept, given.saved = [], None  # PyTorch lets go of what it saved, too

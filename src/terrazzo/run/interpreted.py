@@ -44,9 +44,11 @@ class Interpreted:
         calls = (s for s in self.program.steps if isinstance(s, l.Call))
         return list(dict.fromkeys(Fallback(s.name, s.source, is_called(s)) for s in calls))
 
-    def consume(self, inputs: Sequence[Any]) -> list[Any]:
-        """The same as a call."""
-        return self(inputs)
+    def consume(self, inputs: list[Any]) -> list[Any]:
+        """The same as a call, and the list is emptied."""
+        found = self(inputs)
+        inputs.clear()
+        return found
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         from terrazzo.interp import kernel as simulator

@@ -120,8 +120,8 @@ def _changes(plan: Plan, layout: Layout) -> tuple[list[int], list[int]]:
         begin[first.get(k, 0)] += slot.bytes
         if slot.kind != "result" and k not in plan.results and k not in theirs.values():
             end[last[k]] += slot.bytes
-    for n in range(min(1, len(begin))):
-        begin[n] += layout.size
+    if begin:
+        begin[0] += layout.size
     return begin, end
 
 

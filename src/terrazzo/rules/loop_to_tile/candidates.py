@@ -91,8 +91,9 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     reduces = [r for r in n.accumulators(flat).values() if isinstance(r, l.Reduce)]
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         if (sharing := scans.shared(flat, gpu)) is not None:
-            yield from (x.after(flattened) for x in _scans_in_pieces(flat, gpu, pinned, pick))
             whole, bound, what = sharing
+            parts = scanned_in_pieces(flat, pieces(flat, bound, gpu))
+            yield from (x.after(flattened) for x in _scans_in_pieces(flat, parts, gpu, pinned, pick))
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
         yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned, pick))
         form, own, why, rewrite = points(flat, gpu)
@@ -116,12 +117,13 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     yield Candidate(((flat, *plain),)).after(flattened)
 
 
-def _scans_in_pieces(flat: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+def _scans_in_pieces(
+    flat: l.Kernel, parts: Sequence[l.Kernel], gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
+) -> Iterator[Candidate]:
     """Scans of rows that are few and long, in pieces over the grid, where that is faster by the model."""
-    parts = scanned_in_pieces(flat, pieces(flat, gpu))
     if len(parts) > 1 and expected(parts, gpu) < expected([flat], gpu):
         done = joined(pick(candidates(x, gpu, pinned, pick)) for x in parts)
-        yield done.after(("scanned_in_pieces", flat, parts))
+        yield done.after(("scanned_in_pieces", flat, tuple(parts)))
 
 
 def _alike(

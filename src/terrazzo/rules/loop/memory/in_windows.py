@@ -37,20 +37,10 @@ PASS = "remake"
 RULE = "in_windows"
 RATE = 4.0
 """How many times the part of memory must be saved that it takes of the time."""
-RATE_OF_ROWS = 8.0
-"""The same of products by rows, of which eager mode has the results too: 3 % of the time of a mixer were given for what
-was not needed.
-"""
 LOSS = 0.05
 """The part of the time of a program that is given for memory at most."""
 WORTH = 32 << 20
 """Bytes in use from which on it is asked: below, what is faster is taken."""
-MUCH = 0.92
-"""The part of what is in use without products by rows up to which these are worth having."""
-SHARE = 0.5
-"""How much of the time that is left one group may take where nothing was gained at first: with most in use in several
-places, what is spent on the first is missing at the next.
-"""
 SAVED = 0.02
 """The part of what is in use from which on it is worth having, or twice as many windows are."""
 COUNTS = 2, 3, 4, 6, 8, 16, 32
@@ -138,23 +128,6 @@ def in_windows(
         y, = call('aten.cat.default', [y_w, y_w_2], 0, _types=(f32[128],))
         return (y,)
     """
-    least, found = _lowered(program, price, wanted, worth, rows=False)
-    less, others = _lowered(program, price, wanted, worth, rows=True)
-    found = others if less < MUCH * least else found
-    for done, most, more in found:
-        why = f"{done.count} windows: {most / 1e6:.1f} MB are in use, and {done.least / 1e6:.1f} MB here then"
-        for s in done.group.kernels:
-            log.add(Event(pass_name, RULE, s.name, True, f"{why}, for {more / 1000:.1f} us more"))
-        log.applied(pass_name, RULE, done.gone[-1].name, done.gone, done.come)
-    return found[-1][0].program if found else program
-
-
-def _lowered(
-    program: l.Program, price: Price, wanted: Callable[[l.Kernel], bool], worth: int, rows: bool, share: float = 1.0
-) -> tuple[int, list[tuple[_Done, int, float]]]:
-    """The most that is in use, and what runs in windows, one after the other, as far as that is worth it: with what was
-    in use before, and how much longer it takes, at most a `share` of the time that was left to be given.
-    """
     highest = least = max(in_use(program.steps, program.results), default=0)
     now, whole, spent, taken, begun, deep = program, 0.0, 0.0, 0, 0, 1
     found: list[tuple[_Done, int, float]] = []
@@ -169,7 +142,7 @@ def _lowered(
                 forms.setdefault(nameless(s), []).append(n)
         best: tuple[float, float, _Done] | None = None
         floor = max((x.least for x, *_ in found[begun:]), default=0)
-        for group in _groups(now, used.index(most), wanted, rows):
+        for group in _groups(now, used.index(most), wanted):
             form, *others = map(nameless, group.readers)
             size = sizes.get((form, *others), 0)  # other layers take as long for no more windows
             ways = [x for x in _counted(now, group, used.index(most)) if x.size >= size]
@@ -180,7 +153,7 @@ def _lowered(
             for done in ways:
                 alike = max(sum(n > done.least for n in forms[form]), 1)
                 more = max(price(done.come) - price(done.gone), 0.0)
-                slow = slow + 1 if alike * more > share * (LOSS * whole - spent) else 0
+                slow = slow + 1 if spent + alike * more > LOSS * whole else 0
                 if slow == PATIENCE:
                     break
                 if not slow and (gain := _gain(done, most, floor, alike * more / whole)) > (best[0] if best else 0.0):
@@ -197,16 +170,19 @@ def _lowered(
         less = max(in_use(now.steps, now.results))
         if less < least and (highest - less) / highest > RATE * spent / whole:
             least, taken = less, len(found)
-    if spent and not taken and share > SHARE:
-        return _lowered(program, price, wanted, worth, rows, SHARE)
-    return least, found[:taken]
+    for done, most, more in found[:taken]:
+        why = f"{done.count} windows: {most / 1e6:.1f} MB are in use, and {done.least / 1e6:.1f} MB here then"
+        for s in done.group.kernels:
+            log.add(Event(pass_name, RULE, s.name, True, f"{why}, for {more / 1000:.1f} us more"))
+        log.applied(pass_name, RULE, done.gone[-1].name, done.gone, done.come)
+    return found[taken - 1][0].program if taken else program
 
 
 def _gain(done: _Done, most: int, floor: int, more: float) -> float:
     """The part of memory that is saved where most is in use, down to what is in use elsewhere all the same, less what
     so large a part of the time is worth.
     """
-    return (most - max(done.least, floor)) / most - (RATE_OF_ROWS if done.group.rows else RATE) * more
+    return (most - max(done.least, floor)) / most - RATE * more
 
 
 class _Uses:
@@ -220,7 +196,7 @@ class _Uses:
         for s in program.steps:
             for b in s.reads:
                 self.readers.setdefault(b, []).append(s)
-        self.joining: dict[tuple[Any, Set[Any], bool], bool] = {}
+        self.joining: dict[tuple[Any, Set[Any]], bool] = {}
         self.windows: dict[tuple[l.Kernel, frozenset[Any]], list[tuple[l.Kernel, frozenset[Any]]]] = {}
 
     def along(self, b: l.Buffer) -> list[tuple[l.Kernel | l.Call, l.Buffer]]:
@@ -239,32 +215,23 @@ class _Uses:
             self.windows[kernel, axes] = list(dict.fromkeys(made))
         return self.windows[kernel, axes]
 
-    def joins(self, maker: Any, axes: Set[Any] = frozenset(), rows: bool = False) -> bool:
+    def joins(self, maker: Any, axes: Set[Any] = frozenset()) -> bool:
         """Whether what a step makes can be there in windows of some of its axes: it is no result, and if it is a
-        product, these are axes of its batch, so that no window reads what another one does; or those of one factor, its
-        `rows`, where it stores more than that.
+        product, these are axes of its batch, so that no window reads what another one does.
         """
-        key = maker, axes, rows
-        if key not in self.joining:  # groups have many steps in common, and are asked about again and again
-            self.joining[key] = self._joins(*key)
-        return self.joining[key]
+        if (maker, axes) not in self.joining:  # groups have many steps in common, and are asked about again and again
+            self.joining[maker, axes] = self._joins(maker, axes)
+        return self.joining[maker, axes]
 
-    def _joins(self, maker: Any, axes: Set[Any], rows: bool) -> bool:
+    def _joins(self, maker: Any, axes: Set[Any]) -> bool:
         if not isinstance(maker, l.Kernel) or not self.kept.isdisjoint(maker.writes) or not in_ranges(maker, axes):
             return False
         read = all(isinstance(r, l.Kernel) for b in maker.writes for r in self.readers.get(b, ()))
         products = [c for x in maker.terms if isinstance(x, l.Reduce) and (c := nested_contraction(x))]
-        if not read or not products or any(all(axes <= f.free for f in c.factors) for c in products):
-            return read
-        return rows and all(any(axes <= f.free for f in c.factors) for c in products) and self._larger(maker, axes)
-
-    def _larger(self, maker: l.Kernel, axes: Set[Any]) -> bool:
-        """Whether a kernel stores more than it reads along some of its axes, but for what is there anyway."""
-        read = {x.buffer for x in loads_of(maker) if not axes.isdisjoint(x.free)} - self.kept
-        return sum(b.type.span for b in maker.writes) > sum(b.type.span for b in read)
+        return read and (not products or any(all(axes <= f.free for f in c.factors) for c in products))
 
 
-def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool], by_rows: bool) -> Iterator[Group]:
+def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -> Iterator[Group]:
     """Kernels that make or read some of the largest of what is wanted and in use at a step, along all their axes."""
     uses = _Uses(program)
     at = {b: n for n, s in enumerate(program.steps) for b in s.writes if n <= peak and uses.joins(s)}
@@ -277,14 +244,13 @@ def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool], b
         for reader, read in uses.along(b):
             axes = {a for x in _loads(reader, read) for a in x.free}
             for axis in (a for a in reader.axes if a in axes and isinstance(a.extent, int)):  # type: ignore[union-attr]
-                for rows in (False, True)[: 1 + by_rows]:
-                    group = _closed(uses, reader, axis, rows)  # type: ignore[arg-type]
-                    same = group and (frozenset(group.readers), frozenset(group.makers))
-                    if not group or not same or uses.maker[b] not in group.makers or same in seen:
-                        continue
-                    seen.add(same)
-                    if b in again or any(map(wanted, group.readers)) or (not rows and _swells(group)):
-                        yield group
+                group = _closed(uses, reader, axis)  # type: ignore[arg-type]
+                same = group and (frozenset(group.readers), frozenset(group.makers))
+                if not group or not same or uses.maker[b] not in group.makers or same in seen:
+                    continue
+                seen.add(same)
+                if b in again or _swells(group):
+                    yield group
 
 
 def _swells(group: Group) -> bool:
@@ -301,51 +267,32 @@ def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
     return [x for x in loads_of(step) if x.buffer is b] if isinstance(step, l.Kernel) else []
 
 
-def _closed(uses: _Uses, reader: l.Kernel, axis: Var, rows: bool) -> Group | None:
-    """The kernels that run in windows together where one that reads something does, along an axis of it: without those
-    makers of which others read so much that all of them cannot. Products are made by `rows`, too.
-    """
-    refused = set[l.Kernel]()
+def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
+    """The kernels that run in windows together where one that reads something does, along an axis of it."""
+    readers, refused = {reader: axis}, set[l.Kernel]()
     while True:
-        readers, makers, brought = _going_along(uses, reader, axis, refused, rows)
-        group = {*readers, *makers}
-        mine = [uses.place[k] for k in group]
-        between = {s for s, n in uses.place.items() if min(mine) < n < max(mine)} - group
-        reading = {k: {r for b in k.writes for r in uses.readers.get(b, ())} for k in group}
-        early = {k for k in readers if not reading[k].isdisjoint(group)}
-        if not early and all(between.isdisjoint(found) for found in reading.values()):
-            return Group(readers, makers, rows) if all(map(along_axis, readers, readers.values())) else None
-        late = {r for k in early for r in reading[k]}
-        bad = {m for r, m in brought.items() if r in early or r in late or not between.isdisjoint(reading[r])}
-        if not bad:
-            return None
-        refused |= bad
-
-
-def _going_along(
-    uses: _Uses, reader: l.Kernel, axis: Var, refused: Set[l.Kernel], rows: bool
-) -> tuple[dict[l.Kernel, Var], dict[l.Kernel, None], dict[l.Kernel, l.Kernel]]:
-    """Those that go along with a reader: readers of what makers make that are not refused, these makers, and which of
-    them brought which readers along.
-    """
-    readers, never, brought = {reader: axis}, set(refused), dict[l.Kernel, l.Kernel]()
-    while True:
-        makers = _makers(uses, readers, never, rows)
+        makers = _makers(uses, readers, refused)
         others = {r: m for m in makers for b in m.writes for r in uses.readers.get(b, ())}
         others = {r: m for r, m in others.items() if r not in readers and r not in makers}
         if not others:
-            return readers, makers, brought
+            break
         reading = Reading(readers, makers)
         for other, maker in others.items():  # they go along if they read the same windows
             along = _alike(maker, reading, other)
             if along is None:
-                never.add(maker)
+                refused.add(maker)
             else:
                 readers[other] = along  # type: ignore[index]
-                brought[other] = maker  # type: ignore[index]
+    mine = [uses.place[k] for k in (*readers, *makers)]
+    written = {b for k in (*readers, *makers) for b in k.writes}
+    between = (s for s, n in uses.place.items() if min(mine) < n < max(mine) and s not in readers and s not in makers)
+    inside = {b for k in readers for b in k.writes for r in uses.readers.get(b, ()) if r in readers or r in makers}
+    if inside or not all(written.isdisjoint(s.reads) for s in between):
+        return None
+    return Group(readers, makers) if all(map(along_axis, readers, readers.values())) else None
 
 
-def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel], rows: bool) -> dict[l.Kernel, None]:
+def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]) -> dict[l.Kernel, None]:
     """The kernels that make what readers read windows of, and what those read, as far as that may be there in windows
     only: where what one makes is not read whole. They come in the order of their steps.
     """
@@ -364,7 +311,7 @@ def _makers(uses: _Uses, readers: Mapping[l.Kernel, Var], refused: Set[l.Kernel]
                     along[maker] = known | axes
                     front.append(maker)
         makers = along.keys() - readers.keys()
-        if bad := {k for k in makers if k in whole or not uses.joins(k, along[k], rows)}:
+        if bad := {k for k in makers if k in whole or not uses.joins(k, along[k])}:
             never |= bad
         else:
             return dict.fromkeys(sorted(makers, key=uses.place.__getitem__))

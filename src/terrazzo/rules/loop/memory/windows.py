@@ -28,12 +28,11 @@ Places = frozenset[tuple[Any, IntExpr]]
 class Group:
     """Kernels that run in windows of their axes, which are equally long, or some of them so many times as long, as the
     axis of all heads is where others have images around it; and those that make what a window of these reads, which is
-    read by nobody else: of products among these also those of which windows share a factor, by `rows`.
+    read by nobody else.
     """
 
     readers: Mapping[l.Kernel, Var]
     makers: Collection[l.Kernel]
-    rows: bool = False
 
     @property
     def kernels(self) -> tuple[l.Kernel, ...]:

@@ -13,9 +13,8 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.node import Node, substitute, topological, transform
-from terrazzo.ir.schedule import Like
+from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
-from terrazzo.rules.loop_to_tile.reductions import scans
 from terrazzo.rules.loop_to_tile.reductions.split import axis_of_pieces
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
 
@@ -23,11 +22,11 @@ LONG = 512
 """Steps of a piece, at least: with less, three launches are what takes time."""
 
 
-def pieces(kernel: l.Kernel, gpu: Gpu) -> int:
-    """In how many pieces a kernel's scans fill a GPU, and not more than their length allows; 1 where they do anyway."""
-    if (found := scans.shared(kernel, gpu)) is None:
-        return 1
-    factors = [f for _, binding in found[1].axes if not isinstance(binding, Like) for f in binding]
+def pieces(kernel: l.Kernel, whole: Schedule, gpu: Gpu) -> int:
+    """In how many pieces a kernel's scans fill a GPU, and not more than their length allows; 1 where they do anyway, by
+    the schedule that they have as a whole.
+    """
+    factors = [f for _, binding in whole.axes if not isinstance(binding, Like) for f in binding]
     blocks = math.prod(f.size for f in factors if f.level == "grid")
     axis = kernel.axes[-1]
     most = min(-(-2 * gpu.processors // blocks), size_of(axis) // LONG)
