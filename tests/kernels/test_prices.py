@@ -459,14 +459,18 @@ def test_nobody_takes_turns_where_tiles_end_with_columns_that_are_normed(monkeyp
     assert ends(normed)
 
 
-@pytest.mark.parametrize("rows, together", [(3, 1), (5, 5), (6, 6), (7, 7), (10, 5), (11, 1), (12, 4), (16, 8)])
-def test_rows_of_tiles_that_are_walked_together_divide_all_rows(rows: int, together: int) -> None:
-    (kernel,) = on_meta(plain, 128 * rows, 1024, 4096)
+@pytest.mark.parametrize(
+    "rows, walked, together",
+    [(3, "a1", 8), (5, "a0", 5), (6, "a0", 6), (7, "a0", 7), (10, "a0", 5), (11, "a1", 8), (12, "a0", 4), (16, "a0", 8)],
+)
+def test_tiles_that_are_walked_together_divide_their_axis(rows: int, walked: str, together: int) -> None:
+    (kernel,) = on_meta(plain, 128 * rows, 1024, 16384)
     p = product(kernel)
     assert p is not None
-    plan = next(x for x in warpgroups.plans(p, HOPPER) if (x.tile.m, x.tile.rows, x.tile.split) == (128, p.m, None))
-    walk = dict(warpgroups.schedule(p, plan, HOPPER).options("persistent"))
-    assert walk.get("order") == (Word("grouped", (together,)) if together > 1 else None)
+    best = next(x for x in warpgroups.plans(p, HOPPER) if (x.tile.m, x.tile.rows, x.tile.split) == (128, p.m, None))
+    schedule = warpgroups.schedule(p, best._replace(tile=replace(best.tile, n=128)), HOPPER)
+    assert dict(schedule.options("persistent")).get("order") == Word("grouped", (together,))
+    assert schedule.axes[0][0] == walked
 
 
 @pytest.mark.parametrize("pixels", [14, 28, 56])

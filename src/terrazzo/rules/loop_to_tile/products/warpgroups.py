@@ -36,12 +36,12 @@ from terrazzo.rules.loop_to_tile.products.results import along, partly_stored, r
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     COLUMNS,
     FEWEST,
-    GROUP,
     LEAST,
     ROWS,
     Tile,
     abreast,
     cuts,
+    groups_of,
     roots,
     runs,
     shapes,
@@ -75,12 +75,6 @@ clusters of two along its rows, tiles of 128 x 256 that both warpgroups share to
 (four products of 0.7 to 2.8 ms, twice, each for a tenth of a second at a time), and 0.98 and 1.02 in a square of 16384;
 where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x 192 are on their way for a microsecond
 only, and clusters took 1.01 to 1.03 (H200).
-"""
-GROUPS = (GROUP, 4, 7, 6, 5, 2, 1)
-"""Rows of tiles that are walked together, the first of these that divides them. With five or seven rows one by one,
-577 x 1024 x 4096 took 11.5 us in tiles of 128 x 160, 400 x 1024 x 4096 10.5 in 64 x 256, 300 x 1000 x 1000 6.2 and 6.4
-in 64 x 48; together 10.0, 8.8, 5.9 and 6.1. In threes they took 0.99 to 1.11 of the time
-(benchmarks/fits/h200-order.json).
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
@@ -436,7 +430,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     lines: list[tuple[str, Any]] = [
         (a.name, grid(ceil(a.extent, 2 if a in two else 1), *two.get(a, ()))) for a in p.batch
     ]
-    for a in (p.m, p.n):
+    walked, group = groups_of(p, t, gpu)
+    for a in walked:
         lines.append((axis_name(a), grid(tiles[a], *two.get(a, ()), ("block", t.m if a is t.rows else t.n))))
     *outer, depth = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
@@ -445,7 +440,6 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     options = (("ring", slots - 1), *([("promote", True)] if promotes(p) else []))
     sharing = (Factor("cluster", t.share),) if t.share > 1 else ()
     lines.append((name, (*sharing, Factor("time", ceil(depth.extent, t.k * t.share), options), Factor("block", t.k))))
-    group = next(g for g in GROUPS if tiles[p.m] % g == 0)
     order = (("order", Word("grouped", (group,))),) if group > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
