@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from tests.kernels import by_hand
 from tests.kernels.programs import case, lowered, refuse_others
 
+from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp.costs import Costs
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.text import parse, show
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.estimate import work
 from terrazzo.targets.cuda import predict as prediction
 from terrazzo.targets.cuda.predict import predict
 
@@ -119,3 +123,21 @@ def test_sectors_of_strides_and_tails() -> None:
         == 56
     )
     assert costs_of("for i in serial(10):", "    if i >= 3:", "        v0 = x[lane]").kinds == {"let": 14}
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "read"),
+    [
+        (lambda x: F.glu(x), [(64, 256)], 64 * 256),  # two windows that do not meet
+        (lambda x: x[:, 1:] - x[:, :-1], [(64, 256)], 64 * 256),  # two that do
+        (lambda x: x[:, :64].sum(1), [(64, 256)], 64 * 64),
+        (lambda x: F.avg_pool1d(x, 3, 1), [(4, 8, 64)], 4 * 8 * 64),  # three for each point, which others have too
+        (lambda x, y: x[:, :64] @ y[:, 64:128].mT, [(4, 256, 64), (4, 256, 64)], 2 * 4 * 64 * 64),
+        (lambda x, y: torch.add(x[:, :8], y), [(16, 32), (8,)], 16 * 8 + 8),
+    ],
+)
+def test_of_a_window_what_lies_there_is_read(fn: Any, shapes: list[tuple[int, ...]], read: int) -> None:
+    given = tuple(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    done = lowering(capture(fn, given, {}).program, Options(target="sm_90a", libraries="never"))
+    (kernel,) = done.loop.steps
+    assert sum(count for b, count in work(kernel)[1].items() if b not in kernel.writes) == read

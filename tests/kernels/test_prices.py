@@ -460,8 +460,8 @@ def test_nobody_takes_turns_where_tiles_end_with_columns_that_are_normed(monkeyp
 
 
 @pytest.mark.parametrize(
-    "rows, walked, together",
-    [(3, "a1", 8), (5, "a0", 5), (6, "a0", 6), (7, "a0", 7), (10, "a0", 5), (11, "a1", 8), (12, "a0", 4), (16, "a0", 8)],
+    ("rows", "walked", "together"),
+    [(3, "a1", 8), (5, "a0", 5), (7, "a0", 7), (10, "a0", 5), (11, "a1", 8), (12, "a0", 4)],
 )
 def test_tiles_that_are_walked_together_divide_their_axis(rows: int, walked: str, together: int) -> None:
     (kernel,) = on_meta(plain, 128 * rows, 1024, 16384)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -15,6 +15,7 @@ from terrazzo.ir.contraction import nested_contraction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.expr import bounds
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.placeless import placeless
 from terrazzo.ir.schedule import Schedule
@@ -248,32 +249,62 @@ def _derives(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> bool:
 def work(kernel: l.Kernel) -> tuple[int, dict[l.Buffer, int]]:
     """Scalar operations of a kernel, conversions aside, and how many elements of each buffer it touches."""
     operations = 0
-    touched: dict[l.Buffer, int] = {}
-
-    def touch(buffer: l.Buffer, points: int) -> None:
-        most = buffer.type.numel if isinstance(buffer.type.numel, int) else points
-        touched[buffer] = max(touched.get(buffer, 0), min(points, most))
+    read: dict[l.Buffer, list[_Read]] = {}
+    written: dict[l.Buffer, int] = {}
 
     def walk(body: Iterable[n.Statement], points: int) -> None:
         nonlocal operations
         for s in body:
             match s:
                 case n.Let(term=l.Load() as load):
-                    touch(load.buffer, points)
+                    read.setdefault(load.buffer, []).append(_read(load, points))
                 case n.Let(term=l.Apply() as f) if not is_cast(f.fn):
                     operations += points
                 case n.Accumulate():
                     operations += points * len(s.args)
                 case l.Store():
-                    touch(s.buffer, points)
+                    written[s.buffer] = max(written.get(s.buffer, 0), min(points, _size(s.buffer, points)))
                 case n.Loop():
-                    inner = points
-                    for a in s.axes:
-                        inner *= a.extent if isinstance(a.extent, int) else 1
-                    walk(s.body, inner)
+                    walk(s.body, points * _product(s.axes))
 
     walk(n.nest(kernel), 1)
-    return operations, touched
+    touched = {b: min(sum(x.points for x in found), _around(b, found)) for b, found in read.items()}
+    return operations, {b: max(touched.get(b, 0), written.get(b, 0)) for b in dict.fromkeys((*touched, *written))}
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a load reads of its buffer: so many elements at most, which lie between two places in each dimension."""
+
+    points: int
+    places: tuple[tuple[int, int], ...]
+
+
+def _read(load: l.Load, points: int) -> _Read:
+    """Of a load in a loop of so many points: what it does not know is there once for all of it."""
+    places = []
+    for e, size in zip(load.index, load.buffer.type.shape, strict=True):
+        low, high = bounds(e)
+        last = size - 1 if isinstance(size, int) else points
+        places.append((max(low or 0, 0), min(last, high if high is not None else last)))
+    return _Read(min(points, _product(load.free)), tuple(places))
+
+
+def _around(buffer: l.Buffer, found: Sequence[_Read]) -> int:
+    """Elements between the first and the last place that is read in each dimension."""
+    ends = (tuple(zip(*along, strict=True)) for along in zip(*(x.places for x in found), strict=True))
+    around: int = math.prod(max(high) - min(low) + 1 for low, high in ends)
+    return min(around, _size(buffer, around))
+
+
+def _size(buffer: l.Buffer, otherwise: int) -> int:
+    """Elements of a buffer, where that is known."""
+    return buffer.type.numel if isinstance(buffer.type.numel, int) else otherwise
+
+
+def _product(axes: Iterable[Any]) -> int:
+    """How many points axes have; an extent that is not known counts as 1."""
+    return math.prod(a.extent for a in axes if isinstance(a.extent, int))
 
 
 DOUBLE = 4.0
