@@ -136,7 +136,7 @@ def _holds(x: Any) -> bool:
 
 def _weights(weight: Any, key: Var) -> tuple[l.Reduce, Any, l.Buffer, Any] | None:
     """The product that a weight is made of, at `key`; what is kept of it, as where a mask hides it; the row in which
-    that is, and the weight with loads from there. None where there are several products.
+    that is, and the weight with loads from there. None where there are several products, or sums for each key.
     """
     found: dict[Any, None] = {}
 
@@ -161,8 +161,10 @@ def _weights(weight: Any, key: Var) -> tuple[l.Reduce, Any, l.Buffer, Any] | Non
         mine = next((a for a in axes if substitute(kept, {key: a}) is y), None)
         return l.Load.make(row, (mine,)) if mine is not None else None
 
-    at_key = l.Load.make(bare, (key,))
-    return scores, substitute(kept, {at_key: scores}), row, _everywhere(made, (key,), known)
+    at_key, term = l.Load.make(bare, (key,)), _everywhere(made, (key,), known)
+    if any(isinstance(y, l.Reduce) and key in y.free for y in topological([term], stop=_reduces)):
+        return None  # a weight takes the place of its score, which others would need, and a sum for each is a product
+    return scores, substitute(kept, {at_key: scores}), row, term
 
 
 def _everywhere(x: Any, axes: Sequence[Any], change: Callable[[Any, Sequence[Any]], Any]) -> Any:
