@@ -20,7 +20,7 @@ from terrazzo.ir.sites import sites
 from terrazzo.ir.types import Type, f32
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.targets.cpu.emit import emit
+from terrazzo.targets.cpu.emit import emit, prelude
 from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import guards
 
@@ -103,6 +103,58 @@ def test_transposed_convolutions_add_up_what_their_strides_divide(
     divided = all(n % given["stride"] == 0 for n in kernel.stores[0].buffer.type.static_shape[2:])
     before, after = (_steps(k) for k in (kernel, phases(kernel)))
     assert after < before if divided else after == before
+
+
+POOLED: dict[str, Any] = {  # the image, and the windows
+    "halves": ((2, 5, 12, 16), {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "odd sizes": ((2, 5, 13, 17), {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False}),
+    "thirds": ((2, 3, 12, 25), {"kernel_size": 4, "stride": 3}),
+    "side by side, and more": ((2, 3, 11, 25), {"kernel_size": (2, 5), "stride": (2, 3)}),
+    "far apart": ((1, 3, 20, 22), {"kernel_size": 2, "stride": 5}),
+}
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_gradients_of_means_add_up_what_their_strides_divide(name: str, tmp_path: Path) -> None:
+    """Without a question at each step of whether the stride divides it, for all but what is left of an odd size."""
+    shape, given = POOLED[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    grad = torch.randn_like(F.avg_pool2d(x, **given))
+
+    def pooled(x: Any, grad: Any) -> Any:
+        return torch.func.vjp(lambda x: F.avg_pool2d(x, **given), x)[1](grad)[0]
+
+    options = Options(target="cpu", cache_dir=tmp_path, compiler=COMPILER)
+    call = terrazzo.compile(pooled, x, grad, options=options)
+    assert accuracy([call(x, grad)], [pooled(x, grad)], [pooled(x.double(), grad.double())]).problem == ""
+    if name == "halves":
+        (text,) = [source for _, source in call.compiled.sources if "reduce" in source]
+        assert "tz_fmod_index(" in prelude() and "tz_fmod_index(" not in text.removeprefix(prelude())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_where_the_largest_is_is_known_where_windows_are_inside(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The condition that chooses an element, or what loses to all, is what its guard asks: where that holds there is
+    none of it. Of places in small images there are 32 bits.
+    """
+    torch.manual_seed(0)
+    x = (1000 * torch.randn(2, 3, 9, 40)).round().to(dtype)
+    if dtype.is_floating_point:
+        x[0, 0, 3, ::7] = float("nan")
+
+    def pooled(x: Any) -> Any:
+        return F.max_pool2d(x, 3, 2, 1, return_indices=True)
+
+    options = Options(target="cpu", cache_dir=tmp_path, compiler=COMPILER)
+    call = terrazzo.compile(pooled, x, options=options)
+    for found, eager in zip(call(x), pooled(x), strict=True):
+        assert found.dtype is eager.dtype
+        torch.testing.assert_close(found, eager, rtol=0, atol=0, equal_nan=True)
+    (text,) = [source.removeprefix(prelude()) for _, source in call.compiled.sources]
+    loops = text.split("#pragma omp simd")[1:4]
+    assert [" >= " in loop for loop in loops] == [True, False, True]
+    assert "std::fill_n(lane" in text and "(i32)2147483647" in text
 
 
 def _steps(kernel: l.Kernel) -> int:

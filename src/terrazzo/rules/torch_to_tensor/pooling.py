@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.types import Type, i64
+from terrazzo.ir.types import Type, i32, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.convolution import spread
@@ -48,13 +48,16 @@ class _Windows:
         return found if outside == 0 else t.where(holds(self.space, self.inside), found, c(outside, found))
 
     def flat(self) -> Any:
-        """The place of each element in its flattened image; beyond the border, a place that loses every tie."""
+        """The place of each element in its flattened image; beyond the border, a place that loses every tie. It has
+        no more bits than there are places: vectors of 64 are half as long as those of the elements.
+        """
         flat: IntExpr = 0
         for p, extent in zip(self.place, self.extents, strict=True):
             flat = flat * extent + p
-        return t.where(
-            holds(self.space, self.inside), t.iota(self.space, flat), t.literal(i64.highest, i64, self.space)
-        )
+        small = all(isinstance(n, int) for n in self.extents) and math.prod(self.extents) < i32.highest
+        kind = i32 if small else i64
+        found = t.cast(t.iota(self.space, flat), kind)
+        return t.where(holds(self.space, self.inside), found, t.literal(kind.highest, kind, self.space))
 
 
 def _fixed(x: Type, out: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any) -> _Windows:
@@ -151,6 +154,7 @@ def _largest(x: Any, windows: _Windows) -> tuple[Any, Any]:
         place = t.where(t.apply("isnan", values), t.apply("not_", place), place)  # -1 - place: later is less
     _, where = t.reduce("argmax", (values, place), windows.axes)
     where = t.where(t.apply("lt", where, c(0, where)), t.apply("not_", where), where)
+    where = t.cast(where, i64)
     return t.cast(t.reduce("max", values, windows.axes), x.type.dtype), where  # who wants no index pays for none
 
 

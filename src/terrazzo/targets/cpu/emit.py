@@ -36,6 +36,7 @@ from terrazzo.targets.cpu.combine import (
 )
 from terrazzo.targets.cpu.lanes import by_value, header, noted, pieces
 from terrazzo.targets.cpu.merged import as_stored, merged, quotients_apart, summed_as_stored
+from terrazzo.targets.cpu.phases import by_phases
 from terrazzo.targets.cpu.pieces import apart, changes, in_pieces
 from terrazzo.targets.cpu.rows import (
     PARALLEL,
@@ -109,7 +110,10 @@ def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
         lines += _Writer(_walked(table), scope).lines()
     scope.spans |= {load: found for load, x in terms.items() if (found := range_of(x)) is not None}
     body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
-    return [*lines, *(body or [x for k in apart(kernel) for x in _Writer(_walked(k), scope).lines()])]
+    if not body:
+        nests = [nest for k in apart(kernel) for nest in by_phases(k)]
+        body = [x for nest in nests for x in _Writer(_walked(nest), scope).lines()]
+    return [*lines, *body]
 
 
 def _walked(kernel: l.Kernel) -> l.Kernel:

@@ -54,7 +54,7 @@ def apart(kernel: l.Kernel) -> list[l.Kernel]:
         return [kernel]
     outer, last = kernel.axes[:-1], kernel.axes[-1] if kernel.axes else None
     if outer and last and isinstance(last.extent, int) and last.extent <= PAIR and _chosen_along(kernel.stores, last):
-        stores = [s for k in range(last.extent) for s in _known(kernel.stores, last, k, ())]
+        stores = [s for k in range(last.extent) for s in known(kernel.stores, last, k, ())]
         return apart(l.Kernel(kernel.name, outer, tuple(stores), kernel.source))
     for n, axis in enumerate(kernel.axes[:-1]):
         inner = math.prod(a.extent if isinstance(a.extent, int) else 1 for a in kernel.axes[n + 1 :])
@@ -95,7 +95,7 @@ def in_pieces(
         cut = []
         for low, high in pairwise(ends):
             new = Var(l.fresh_name(), high - low)
-            cut.append((new, _known(along, piece, new + low, named)))
+            cut.append((new, known(along, piece, new + low, named)))
         rest = [*cut, *rest]
         if len(done) + len(rest) > MOST:
             return []
@@ -159,7 +159,7 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 """What of the difference of two places tells a function of them."""
 
 
-def _known(stores: Sequence[l.Store], axis: Any, at: IntExpr, named: Any) -> tuple[l.Store, ...]:
+def known(stores: Sequence[l.Store], axis: Any, at: IntExpr, named: Any) -> tuple[l.Store, ...]:
     """Stores at a part of an axis, with what is known there."""
 
     def visit(x: Any) -> Any:

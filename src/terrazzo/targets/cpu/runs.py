@@ -13,8 +13,10 @@ from typing import Any
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.expr import Expr, IntExpr, Loaded, at_least
 from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.rules.loop.folding.fold import COMPARED, folding, place
+from terrazzo.targets.cpu.rows import computed_for
 from terrazzo.targets.terms import Scope, c_type, element, expression, index
 
 
@@ -88,22 +90,33 @@ def loads_of(body: Sequence[n.Statement]) -> list[Node]:
 
 
 def where_asked(body: Sequence[n.Statement], inside: bool, named: Mapping[Node, str]) -> list[n.Statement]:
-    """A leaf's body where all that its loads ask holds, or where it does not. What is named already stays."""
-    memo: dict[Node, Any] = {**{x: x for x in named}, **where_inside(loads_of(body), inside)}
+    """A leaf's body where all that its loads ask holds, or where it does not, with what is known there of what its
+    terms ask: a largest element, and where it is, are chosen by the same conditions. What is named already stays.
+    """
+    loads = loads_of(body)
+    memo: dict[Node, Any] = {**{x: x for x in named}, **where_inside(loads, inside)}
+    asked = {e for x in loads if isinstance(x, l.Load) for e in x.inside} if inside else set()
 
-    def changed(x: Any) -> Any:
-        return transform(x, lambda y: y, memo)
+    def visit(x: Any) -> Any:
+        if isinstance(x, l.Apply) and x.fn.name in COMPARED:
+            a, b = map(place, x.args)
+            holds = COMPARED[x.fn.name](a, b) if a is not None and b is not None else ()
+            if holds and all(any(at_least(e - known, 0) for known in asked) for e in holds):
+                return l.Literal(True, x.dtype)
+        return folding(x)
 
     made: list[n.Statement] = []
+    roots: list[Node] = []
     for s in body:
         match s:
-            case n.Let():
-                made.append(n.Let(changed(s.term)))
             case n.Accumulate():
-                made.append(n.Accumulate(s.into, tuple(map(changed, s.args))))
+                args = tuple(transform(x, visit, memo) for x in s.args)
+                made.append(n.Accumulate(s.into, args))
+                roots += args
             case l.Store():
-                made.append(l.Store(s.buffer, s.index, changed(s.value)))
-    return [s for s in made if not isinstance(s, n.Let) or not isinstance(s.term, l.Literal)]
+                made.append(store := l.Store(s.buffer, s.index, transform(s.value, visit, memo)))
+                roots += store.children
+    return [*map(n.Let, computed_for(roots, named)), *made]
 
 
 def written(
