@@ -112,3 +112,32 @@ def test_tables_that_read_what_is_written_are_none(tmp_path: Path) -> None:
     call = terrazzo.compile(step, mine, x, options=Options(target="cpu", cache_dir=tmp_path))
     torch.testing.assert_close(call(mine, x), step(other, x))
     torch.testing.assert_close(mine, other)
+
+
+def test_both_parts_of_numbers_in_one_row_are_stores_of_their_own(tmp_path: Path) -> None:
+    """A condition on the last digit of an axis chooses between them: no loop asks at each point which one it is."""
+    torch.manual_seed(0)
+    turn = torch.randn(16, 5, 2)
+
+    def turned(x: Any, turn: Any) -> Any:
+        x, turn = x.reshape(8, 16, 5, 2), turn.to(x.dtype)
+        real = x[..., 0] * turn[..., 0] - x[..., 1] * turn[..., 1]
+        return torch.stack([real, x[..., 0] * turn[..., 1] + x[..., 1] * turn[..., 0]], -1).flatten(2)
+
+    text = kernels(turned, tmp_path, torch.randn(8, 16, 10), turn)
+    assert "?" not in text and "% 2" not in text
+    uneven = kernels(lambda x: torch.stack([x, x.sin(), x.cos()], -1).flatten(1)[:, :-1], tmp_path, torch.randn(9, 31))
+    assert "% 3" in uneven
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_images_shrink_along_one_dimension_after_the_other(mode: str, tmp_path: Path) -> None:
+    """Whose taps are fewer then, and are read for many points of a row at a time, from within the image."""
+
+    def shrunk(x: Any) -> Any:
+        return F.interpolate(x, size=(10, 21), mode=mode, antialias=True)
+
+    torch.manual_seed(0)
+    text = kernels(shrunk, tmp_path, torch.randn(2, 3, 33, 50))
+    assert text.count('extern "C" int k_') >= 3 and "tz_at(" not in text
+    assert text.count("free, side by side") >= 2

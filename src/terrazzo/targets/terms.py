@@ -76,11 +76,16 @@ def index(e: IntExpr, scope: Scope) -> str:
         case Mod():
             a, b = index(e.a, scope), index(e.b, scope)
             return f"({a} % {b})" if at_least(e.a, 0) else f"tz_fmod_index({a}, {b})"
-        case Loaded() if stays(e.value, e.extent, scope.spans):
+        case Loaded() if _stays(e, scope):
             return f"({scope.whole}){term(e.value, scope)}"
         case Loaded():
             return f"tz_at({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
     raise CompilerBug(f"{e} has no value here")
+
+
+def _stays(e: Loaded, scope: Scope) -> bool:
+    """Whether an index from data is inside its dimension, whatever data is."""
+    return stays(e.value, e.extent, scope.spans)
 
 
 def literal(value: Any, dtype: DType) -> str:
@@ -113,7 +118,7 @@ def expression(x: Node, scope: Scope) -> str:
     match x:
         case l.Literal():
             return literal(x.value, x.type)
-        case l.Index(value=Loaded() as e) if scope.notes_zero and not stays(e.value, e.extent, scope.spans):
+        case l.Index(value=Loaded() as e) if scope.notes_zero and e not in scope.names and not _stays(e, scope):
             return f"tz_among({term(e.value, scope)}, {index(e.extent, scope)}, bad)"
         case l.Index():
             return f"(int64_t){index(x.value, scope)}"
@@ -195,7 +200,7 @@ def _short(x: Any, scope: Scope) -> str:
         whole = int(x.value)
     else:
         return ""
-    if isinstance(whole, Node) and any(isinstance(y, Loaded) for y in topological([whole])):
+    if isinstance(whole, Node) and any(isinstance(y, Loaded) and y not in scope.names for y in topological([whole])):
         return ""
     return f"(int32_t){index(whole, scope)}" if _short_range(bounds(whole)) else ""
 

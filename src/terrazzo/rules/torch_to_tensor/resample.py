@@ -66,18 +66,20 @@ class Taps:
     wide: int = 0
 
 
-def weighted(x: Any, out: Type, along: Sequence[Taps]) -> Any:
-    """The sum over all taps of x[place] * the product of the weights, for the last dimensions of x."""
-    lead = out.rank - len(along)
+def weighted(x: Any, out: Type, along: Sequence[Taps], lead: int | None = None) -> Any:
+    """The sum over all taps of x[place] * the product of the weights, for the dimensions from `lead` on, or the last
+    ones of x.
+    """
+    lead = out.rank - len(along) if lead is None else lead
     space = (*out.shape, *(taps.place.type.shape[-1] for taps in along))
     here = t.coordinates(space)
-    index: list[IntExpr] = list(here[:lead])
+    index: list[IntExpr] = list(here[: out.rank])
     factors, inside = [], []
     for d, taps in enumerate(along):
         at, n = (*(here[a] for a in taps.axes), here[out.rank + d]), x.type.shape[lead + d]
         place = t.loaded(taps.place, at, taps.wide or n) - taps.before
         inside += [place, n - 1 - place] if taps.wide else []
-        index.append(place)
+        index[lead + d] = place
         factors.append(t.index_map(taps.weight, space, at))
     value = t.cast(t.index_map(x, space, index, inside), out.dtype.compute)
     weight = factors[0]
@@ -204,7 +206,8 @@ def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any
 
 def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
     """Interpolation whose kernel is stretched by the scale when the image shrinks; the weights are divided by their
-    sum.
+    sum. Where it shrinks, the taps are many, and fewer for one dimension after the other: 9 and 9 instead of 81. The
+    last one is last, since the others are summed along memory.
     """
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
@@ -214,8 +217,8 @@ def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
             n = x.type.shape[2 + d]
             step = step_of(n, m, align, scale)
             stretch = max(step, 1.0)
-            shape = (m, 2 * math.ceil(radius * stretch) + 1)
-            i, k = t.coordinates(shape)
+            shape = (2 * math.ceil(radius * stretch) + 1, m)  # weights lie along the image, for vectors of its points
+            k, i = t.coordinates(shape)
             position = t.cast(t.iota(shape, i), dtype)
             centre = t.apply("mul", t.apply("add", position, c(0.5, position)), c(step, position))
 
@@ -227,8 +230,13 @@ def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
             middle = t.apply("add", t.cast(place, dtype), c(0.5, centre))
             weight = kernel(t.apply("div", t.apply("sub", middle, centre), c(stretch, centre)))
             weight = t.where(t.apply("lt", place, last), weight, c(0.0, weight))
-            total = t.broadcast(t.reduce("sum", weight, [1], keepdim=True), shape)
-            along.append(Taps(limited(place, n), t.apply("div", weight, total), (2 + d,)))
+            total = t.broadcast(t.reduce("sum", weight, [0], keepdim=True), shape)
+            places, weights = (t.permute(x, (1, 0)) for x in (limited(place, n), t.apply("div", weight, total)))
+            along.append(Taps(places, weights, (2 + d,)))
+            lead = 2 + d
+            if step > 1 and lead + 1 < out.rank:
+                shape = (*x.type.shape[:lead], m, *x.type.shape[lead + 1 :])
+                x = weighted(t.cast(x, dtype), Type(dtype, shape), [along.pop()], lead)
         return weighted(x, out, along)
 
     return lower

@@ -236,7 +236,7 @@ class _Writer:
 
     def loop(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop or a scan; the outermost ones share the work among threads."""
-        if in_columns(s):
+        if in_columns(s, scope.spans):
             return columns.written(self, s, scope)
         large = not self.parallel and trips([s]) >= PARALLEL
         if is_leaf(s) and s.kind == "free" and (found := self.pieces(s, scope)):
@@ -251,7 +251,7 @@ class _Writer:
                 (child := only_loop(nested[-1]))
                 and points(nested) < 64
                 and not is_leaf(child)
-                and not in_columns(child)
+                and not in_columns(child, scope.spans)
                 and not scanned.scan_of_rows(child)
             ):
                 nested.append(child)  # but for the innermost loop, which vectorises

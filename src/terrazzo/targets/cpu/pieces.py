@@ -53,6 +53,10 @@ def apart(kernel: l.Kernel) -> list[l.Kernel]:
     if any(isinstance(x, l.Reduce | l.Scan) for x in topological(kernel.stores)):
         return [kernel]
     outer, last = kernel.axes[:-1], kernel.axes[-1] if kernel.axes else None
+    if last and (few := _short_digit(kernel.stores, last)):
+        parts = Var(l.fresh_name(), last.extent // few), Var(l.fresh_name(), few)
+        divided = known(kernel.stores, last, parts[0] * few + parts[1], ())
+        return apart(l.Kernel(kernel.name, (*outer, *parts), divided, kernel.source))
     if outer and last and isinstance(last.extent, int) and last.extent <= PAIR and _chosen_along(kernel.stores, last):
         stores = [s for k in range(last.extent) for s in known(kernel.stores, last, k, ())]
         return apart(l.Kernel(kernel.name, outer, tuple(stores), kernel.source))
@@ -65,6 +69,17 @@ def apart(kernel: l.Kernel) -> list[l.Kernel]:
             ]
             return [x for k in made for x in apart(k)]
     return [kernel]
+
+
+def _short_digit(stores: Sequence[l.Store], axis: Any) -> int:
+    """The extent of a short last digit of an axis, if conditions on it choose; or 0: both parts of complex numbers, as
+    a row of twice as many.
+    """
+    asked = [change.of for x in topological(stores) for change in conditions(x)]
+    digits = {y.b for y in topological([e for e in asked if isinstance(e, Expr)]) if isinstance(y, Mod) and y.a is axis}
+    few = digits.pop() if len(digits) == 1 else 0
+    short = isinstance(few, int) and isinstance(axis.extent, int) and few <= PAIR
+    return few if short and few and axis.extent > few and axis.extent % few == 0 else 0  # type: ignore[return-value]
 
 
 def _chosen_along(stores: Sequence[l.Store], axis: Any) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from terrazzo.ir import nest as n
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import Node, substitute, topological
+from terrazzo.ir.ranges import Range, stays
 
 WORTH_KEEPING = 6.0
 """The price of a term (in additions) from which on storing and reading it back beats computing it twice."""
@@ -23,6 +25,7 @@ SHORT = 16
 """Steps of a reduction from which on there are vectors of them."""
 NEAR = (2, 3, 4)
 """How far apart what lanes read may be, where the alternative is no vector at all."""
+NOTHING: Mapping[Node, Range] = MappingProxyType({})
 GROUP = 16
 """And where that is to go from row to row of memory instead, which is longer than all lanes are together."""
 
@@ -127,14 +130,15 @@ def points(loops: Sequence[n.Loop]) -> int:
     return total
 
 
-def vectorises(body: Sequence[n.Statement]) -> bool:
+def vectorises(body: Sequence[n.Statement], spans: Mapping[Node, Range] = NOTHING) -> bool:
     """False where the statements of a leaf must run in order: a scan's accumulation, an index from data that is checked
-    there.
+    there. None is that stays inside its dimension, by the `spans` of what is loaded.
     """
     if any(isinstance(s, n.Accumulate) and isinstance(s.into, l.Scan) for s in body):
         return False
     lets = {s.term for s in body if isinstance(s, n.Let)}
-    return not any(isinstance(e, Loaded) and e.value in lets for x in lets for e in _index_nodes(x))
+    asked = {e for x in lets for e in _index_nodes(x) if isinstance(e, Loaded) and e.value in lets}
+    return all(stays(e.value, e.extent, spans) for e in asked)
 
 
 def reads_bytes(body: Sequence[n.Statement]) -> bool:
@@ -162,7 +166,7 @@ def _chooses(body: Sequence[n.Statement]) -> bool:
     ) or any(_chooses(x.body) for x in body if isinstance(x, n.Loop))
 
 
-def in_columns(s: n.Loop) -> bool:
+def in_columns(s: n.Loop, spans: Mapping[Node, Range] = NOTHING) -> bool:
     """True for a free loop whose reductions and scans read memory along it, and what follows them writes along it, so
     that lanes of it should run side by side.
     """
@@ -183,7 +187,7 @@ def in_columns(s: n.Loop) -> bool:
             along += by == 1 or (by in NEAR and not far) or grouped
             # what knows no lane is one for all of them
             across += far and coefficient(offset, x.axes[-1]) == 1 and s.axes[0] in access.free
-        if not vectorises([y for y in x.body if isinstance(y, n.Let) and s.axes[0] in y.term.free]):
+        if not vectorises([y for y in x.body if isinstance(y, n.Let) and s.axes[0] in y.term.free], spans):
             return False
     return along > 0 and across == 0
 
