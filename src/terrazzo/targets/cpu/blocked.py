@@ -368,9 +368,14 @@ class Blocked:
         if self.by_rows():
             head = ["for (int64_t j = 0; j < nc; j++) {", *("  " + x for x in digits("n0 + j", self.columns, inner))]
             inner.names[self.rows[-1]] = inner.fresh("i")
+            column = inner.fresh("column")  # a run of its own: GCC has no vectors of steps across it beside 16-bit runs
+            copied = [f"{column}[{k}][i] = {inner.names[site.reduce]};" for k, site in enumerate(self.sites)]
+            inner.names |= {site.reduce: f"{column}[{k}][i]" for k, site in enumerate(self.sites)}
             body = [f"const int64_t {inner.names[self.rows[-1]]} = m0 + i;", *self.point(inner)]
-            loop = [*vector, "for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in body), "}"]
-            return [*head, *("  " + x for x in loop), "}"]
+            rows = "for (int64_t i = 0; i < mc; i++)"
+            loops = [f"alignas(64) {self.type} {column}[{len(self.sites)}][M];", f"{rows} {{ {' '.join(copied)} }}"]
+            loops += [*vector, f"{rows} {{", *("  " + x for x in body), "}"]
+            return [*head, *("  " + x for x in loops), "}"]
         head = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
         within, first, extent, beyond = self.columns_of(inner)
         inner.names[self.columns[-1]] = inner.fresh("i")
