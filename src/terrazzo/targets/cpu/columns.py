@@ -209,7 +209,7 @@ class _Block:
         extent = s.axes[0].extent
         end, steps = end or index(extent, scope), steps or (extent if isinstance(extent, int) else SHORT**3)
         others = math.prod(a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes[1:])
-        if s.carried and all(map(rounds, s.carried)) and steps * others > SHORT:
+        if any(map(rounds, s.carried)) and steps * others > SHORT:
             return self.short_columns(s, scope, start, end, steps)
         lines = declare_lanes(s, self.head.most, scope)
         inner = scope.inner()

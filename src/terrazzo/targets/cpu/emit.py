@@ -319,7 +319,7 @@ class _Writer:
         first, *rest = (a.extent if isinstance(a.extent, int) else SHORT**3 for a in s.axes)
         count = -(-(most or first) // (1 if rest else lanes))  # steps of the first axis
         steps = -(-math.prod(rest) // lanes)  # within one of them
-        if not all(map(rounds, s.carried)) or count * steps <= SHORT:
+        if not any(map(rounds, s.carried)) or count * steps <= SHORT:
             return self.in_order(s, scope, start, end, lanes, within)
         lines = declare_lanes(s, lanes, scope, long=True) if lanes > 1 else declare(s, scope, long=True)
         outside = {r: accumulators(r, scope) for r in s.carried}
