@@ -178,6 +178,41 @@ TOTALS = """
 TOKENS = "x: f32[512, 64], w: f32[512, 64]"
 
 
+def test_what_others_read_too_stays_whole() -> None:
+    """Where these would go along only with what lies between: a summand of which a product is made, too."""
+    add = """
+    with kernel('z', z=f32[2048, 512]):
+        for a0 in free(2048):
+            for a1 in free(512):
+                for r0 in reduce(512):
+                    in0 = y_1[a0, r0]
+                    in1 = v[a1, r0]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                in2 = x_1[a0, a1]
+                in3 = y[a0, a1]
+                v1 = add(acc0, in2)
+                v2 = add(v1, in3)
+                z[a0, a1] = v2"""
+    layers = (parts("x", 2048), product("x_1", "w", "y", 2048, 512), parts("y", 2048), add)
+    p = program(*layers, results="z", inputs="x: f32[2048, 512], w: f32[512, 512], v: f32[512, 512]")
+    found, told = windowed(p)
+    assert wholes(told) == {"y_parts", "z"}
+    assert most(found) < 0.82 * most(p)
+    same(p, found)
+
+
+def test_windows_of_inputs_begin_where_vectors_do() -> None:
+    """Nobody writes there; what kernels write begins at lines of memory."""
+    rows, line = 100, 10004  # so few rows are divided in equal parts only
+    assert rows // 2 * line * 4 % 256 and not rows // 2 * line * 4 % 16
+    layers = [x.replace("512", str(line)) for x in (parts("x", rows), product("x_1", "w", "y", rows, 64))]
+    p = program(*layers, results="y", inputs=f"x: f32[{rows}, {line}], w: f32[64, {line}]")
+    found, told = windowed(p)
+    assert wholes(told) == {"x_parts", "y"} and most(found) < most(p)
+    same(p, found)
+
+
 def test_heads_of_images_go_along_with_images() -> None:
     """Who reads scores along four images, and who does along all heads of these, sixteen."""
     values = OF_HEADS.format(y="y", s="s", at="r0, a1")
@@ -344,10 +379,18 @@ def test_a_second_layer_has_no_more_windows_than_help() -> None:
     same(p, found)
 
 
-def test_patches_that_schedules_store_are_there_in_windows() -> None:
+@pytest.mark.parametrize(
+    "layer, image, way",
+    [
+        (torch.nn.Conv2d(3, 64, 7, padding=3), (3, 32, 32), "from patch to patch"),
+        (torch.nn.Conv1d(1, 64, 127, stride=21, padding=40), (1, 20000), "points of its own"),  # along one axis
+    ],
+    ids=["images", "signals"],
+)
+def test_patches_that_schedules_store_are_there_in_windows(layer: Any, image: tuple[int, ...], way: str) -> None:
     """Of whole images, since others are no pieces of what is stored; others stay as they were."""
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 7, padding=3), torch.nn.ReLU()).bfloat16().to("meta")
-    x = torch.empty(8, 3, 32, 32, dtype=torch.bfloat16, device="meta")
+    net = torch.nn.Sequential(layer, torch.nn.ReLU()).bfloat16().to("meta")
+    x = torch.empty(8, *image, dtype=torch.bfloat16, device="meta")
     with torch.no_grad():
         captured = capture(net, (x,)).program
     names = tuple(p.name for p in PASSES if p.dst != "kernel" and p.name not in ("schedule", "plan"))
@@ -364,7 +407,7 @@ def test_patches_that_schedules_store_are_there_in_windows() -> None:
     assert wholes([e for e in log.events if e.fired and e.rule == "in_windows"]) == {"relu", "relu_input"}
     assert most(found.loop) < 0.6 * most(done.loop) and not problem(found)
     pieces = [e.reason for e in log.events if e.rule == "points" and e.subject.startswith("relu_input_w")]
-    assert pieces and all("from patch to patch" in why for why in pieces), "each is stored as the whole would be"
+    assert pieces and all(way in why for why in pieces), "each is stored as the whole would be"
     assert stages(found, options, Log(), ("plan", "derive"))[-1][0].name == "derive"
     rng = np.random.default_rng(0)
     given = {b.name: rng.integers(-4, 5, b.type.static_shape).astype(np.float32) for b in p.inputs}

@@ -11,6 +11,7 @@ who is another kernel then is scheduled again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -20,7 +21,7 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.memory.divided import divide
 from terrazzo.rules.loop.memory.in_windows import WORTH, Price, in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use, kernels_in_order
-from terrazzo.rules.loop_to_tile.walked.collapse import collapse
+from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart
 
 PASS = "schedule"
 ROUNDS = 8
@@ -37,11 +38,21 @@ def copies_in_windows(
     worth: int = WORTH,
 ) -> tile.Program:
     """`done`, the schedules of a program, with what stores more than that did, and those that read it, in windows where
-    this lowers what is in use for as little time as it does elsewhere.
+    this lowers what is in use for as little time as it does elsewhere. A copy whose points were made one axis has an
+    axis for each of their digits first: windows are of one of these, such as images.
     """
     before = {*given.steps}
+    p = done.loop
+    copies = [s for s in p.steps if isinstance(s, l.Kernel) and s not in before and not s.carried]
+    apart: dict[Any, l.Kernel] = {s: x for s in copies if (x := digits_apart(s)) is not s and collapse(x) is s}
+    whole = l.Program(p.name, p.inputs, tuple(apart.get(s, s) for s in p.steps), p.results)
     told = Log(applications=None if log.applications is None else [])
-    lean = in_windows(done.loop, told, price, lambda maker: maker not in before, worth, PASS)
+    lean = in_windows(whole, told, price, lambda maker: maker not in before, worth, PASS)
+    if lean is whole:
+        return done
+    for s, x in apart.items():
+        if x not in lean.steps:
+            told.applied(PASS, "digits_apart", s.name, [s], [x])
     return _again(done, lean, log, told, schedule)
 
 
@@ -68,10 +79,11 @@ def _again(done: tile.Program, lean: l.Program, log: Log, told: Log, schedule: S
     steps: list[l.Kernel | l.Call] = []
     schedules: list[tuple[int, Schedule]] = []
     for s in lean.steps:
-        if s not in known and isinstance(s, l.Kernel):
-            if not s.carried and (flat := collapse(s)) is not s:  # as a copy was, when its schedule was chosen
+        if isinstance(s, l.Kernel) and s not in known and not s.carried and (flat := collapse(s)) is not s:
+            if flat not in known:
                 told.applied(PASS, "collapse", s.name, [s], [flat])
-                s = flat
+            s = flat  # as a copy was, when its schedule was chosen
+        if s not in known and isinstance(s, l.Kernel):
             part = schedule(l.Program(lean.name, lean.inputs, (s,), lean.results), told)
             schedules += [(len(steps) + n, x) for n, x in part.schedules]
             steps += part.loop.steps

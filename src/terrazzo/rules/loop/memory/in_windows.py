@@ -268,7 +268,14 @@ def _loads(step: l.Kernel | l.Call, b: l.Buffer) -> list[l.Load]:
 
 
 def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
-    """The kernels that run in windows together where one that reads something does, along an axis of it."""
+    """The kernels that run in windows together where one that reads something does, along an axis of it: with others
+    that read what is made for it, or if these would be a step between, with what is made for it alone.
+    """
+    return _grown(uses, reader, axis, alone=False) or _grown(uses, reader, axis, alone=True)
+
+
+def _grown(uses: _Uses, reader: l.Kernel, axis: Var, alone: bool) -> Group | None:
+    """The same; if it is to be `alone`, whatever others read is there whole."""
     readers, refused = {reader: axis}, set[l.Kernel]()
     while True:
         makers = _makers(uses, readers, refused)
@@ -278,7 +285,7 @@ def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
             break
         reading = Reading(readers, makers)
         for other, maker in others.items():  # they go along if they read the same windows
-            along = _alike(maker, reading, other)
+            along = None if alone else _alike(maker, reading, other)
             if along is None:
                 refused.add(maker)
             else:

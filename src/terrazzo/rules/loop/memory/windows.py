@@ -14,7 +14,7 @@ from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var, bounds
 from terrazzo.ir.node import per_node, substitute
-from terrazzo.ir.regions import LINE, WHOLE, WINDOW
+from terrazzo.ir.regions import ALIGNED, LINE, WHOLE, WINDOW
 from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.rules.loop.definitions import unused
 
@@ -381,8 +381,8 @@ class Windows:
         else:
             strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
             offset = sum(n * s for n, s in zip(starts, strides, strict=True))
-            if offset * b.type.dtype.size % LINE:
-                return None
+            if offset * b.type.dtype.size % (ALIGNED if b in self.whole.inputs else LINE):
+                return None  # nobody writes to lines of inputs
             made = l.Buffer(_fresh(b.name, self.names), _plain(Type(b.type.dtype, shape, strides)))
             self.steps.append(l.Call(WINDOW, (l.View(b, shape, strides, offset),), (), (made,), 0, source))
             self.made[b, part] = made
