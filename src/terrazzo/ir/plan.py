@@ -319,8 +319,8 @@ class Keep(Line, dialect="plan", op="keep"):
 
 class Jam(Line, dialect="plan", op="jam"):
     """A thread takes each step of the reductions for all its `points` of some axes together: what their loads have in
-    common is loaded once, and what depends on no point is computed once. Where an axis has two loops of steps, one in
-    the other, reductions over the inner one start afresh, and meet those of the outer one.
+    common is loaded once, and what depends on no point is computed once. Where an axis has several loops of steps, one
+    in the other, reductions over an inner one start afresh, and meet those of the one around.
     """
 
     points: tuple[Word, ...]

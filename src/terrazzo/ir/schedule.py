@@ -328,13 +328,14 @@ def _sizes(axis: str, binding: Binding) -> None:
 
 
 def _levels(axis: str, binding: Binding, extent: int, afresh: bool = False) -> None:
-    """The kernel's levels come first and in order, and the product just covers the extent. There are two of time where
-    reductions over the inner ones start `afresh`.
+    """The kernel's levels come first and in order, and the product just covers the extent. There are several of time
+    where reductions over the inner ones start `afresh`.
     """
     factors = _factors(binding)
     outer = [KERNEL_LEVELS.index(f.level) for f in factors if f.level in KERNEL_LEVELS]
     inside = [f.level for f in factors[len(outer) :]]
-    once = outer[1:] if afresh and outer[:2] == [KERNEL_LEVELS.index("time")] * 2 else outer
+    time = KERNEL_LEVELS.index("time")
+    once = [x for k, x in enumerate(outer) if not (afresh and x == time and time in outer[:k])]
     if once != sorted(set(outer)) or any(level in KERNEL_LEVELS for level in inside):
         raise UserError(f"{axis} = {_text(binding)}: {', '.join(KERNEL_LEVELS)} come first, in this order, each once")
     if not factors:

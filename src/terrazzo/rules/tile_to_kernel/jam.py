@@ -27,6 +27,9 @@ from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.scope import Scope, noting_nothing
 
+Loops = Sequence[tuple[Var, bool]]
+"""Loops, and whether each is unrolled."""
+
 
 class Jam:
     """Writes a kernel whose points go together."""
@@ -152,40 +155,44 @@ class Jam:
         """The steps of reductions over the same axes."""
         site = self.bindings.site([self.names[r] for r in s.carried])
         inner = scope.inner()
-        serial: list[Digit] = []
-        within: list[Digit] = []  # an axis' second factor, and what follows: reductions of these start afresh
+        levels: list[list[Digit]] = [[]]  # an axis' second factor, and what follows: reductions of these start afresh
         unrolled: list[Var] = []
         for a in s.axes:
             digits = self.bindings.digits(axis_name(a), site, extent(a))
             inner.env[a] = value(digits)
             times = [d for d in digits if d.level == "time"]
-            whole = 0 if within else 1
-            serial, within = serial + times[:whole], within + times[whole:]
+            levels[-1] += times[:1]
+            levels += [[d] for d in times[1:]]
             self.loops[a] = [d.variable for d in digits if d.level != "time"]
             unrolled += self.loops[a]
         mine = [v for v in self.points if any(v in self.moving(r) for r in s.carried)]
         for r in s.carried:
             inner.env[r] = self.declare(r, mine)  # type: ignore[arg-type]
-        step = partial(self.step, s, inner, unrolled, mine)
-        steps = [(d.variable, False) for d in within]
-        some = partial(self.afresh, s, inner, mine, steps, unrolled) if within else step
-        self.builder.loops([(d.variable, False) for d in serial], some)
+        self.steps(s, inner, mine, [[(d.variable, False) for d in level] for level in levels], unrolled)
         for r in s.carried:
             own = self.moving(r)  # of the points that it does not know, each has the same
             for p, place in enumerate(inner.env[r]):
                 at = tuple(v if v in own else 0 for v in mine)
                 scope.env[r if r.monoid.width == 1 else l.Get(r, p)] = l.Load(place, at)
 
-    def afresh(
-        self, s: n.Loop, scope: Scope, mine: Sequence[Var], steps: Sequence[tuple[Var, bool]], unrolled: Sequence[Var]
+    def steps(
+        self, s: n.Loop, scope: Scope, mine: Sequence[Var], levels: Sequence[Loops], unrolled: Sequence[Var]
     ) -> None:
-        """Some steps whose sums start afresh and are added to those of all steps: so each is of fewer terms, and rounds
-        less.
+        """All steps. Those of an inner level start afresh and are added to those of the level around: so each sum is of
+        fewer terms, and rounds less.
         """
+        outer, *inner = levels
+        some = partial(self.afresh, s, scope, mine, inner, unrolled)
+        self.builder.loops(outer, some if inner else partial(self.step, s, scope, unrolled, mine))
+
+    def afresh(
+        self, s: n.Loop, scope: Scope, mine: Sequence[Var], levels: Sequence[Loops], unrolled: Sequence[Var]
+    ) -> None:
+        """Some steps in accumulators of their own, which are added to those of `scope`."""
         inner = scope.inner()
         for r in s.carried:
             inner.env[r] = self.declare(r, mine)  # type: ignore[arg-type]
-        self.builder.loops(steps, partial(self.step, s, inner, unrolled, mine))
+        self.steps(s, inner, mine, levels, unrolled)
 
         def add() -> None:
             for r in s.carried:

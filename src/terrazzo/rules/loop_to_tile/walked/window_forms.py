@@ -25,10 +25,15 @@ SHORT, MANY = 16, 1 << 16
 """Steps that a thread takes by itself, at most; points from which on there are threads enough for that."""
 FEW = 8
 """Columns of a product, as those of a convolution in groups, of which instructions compute more than is wanted."""
-MOST_STEPS, MOST_TAPS = 1024, 8192
-"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one with filters. 31 x 31 on
-8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, H100); as windows 239 by the model, and were not measured. By the
-model 9 x 9 from 64 channels to 3 in float32 takes 130 us, in tiles that are mostly empty 1584.
+MOST_STEPS, MOST_SHARED = 1024, 8192
+"""Steps of a window at most: beyond, a row is long enough for threads to share it; and of one whose points share what
+they read at any length, as filters and pairs do. 31 x 31 on 8 x 128 x 56 x 56 took 1304 us as rows (PyTorch 874, H100);
+as windows 239 by the model, and were not measured. By the model 9 x 9 from 64 channels to 3 in float32 takes 130 us, in
+tiles that are mostly empty 1584.
+"""
+PART, LONGEST = 16, 32
+"""Terms of a sum that are added up one after the other before they are added to others; and at most, where a sum does
+not divide otherwise.
 """
 SHALLOW = 512
 """Products in a sum over few channels, at most."""
@@ -145,7 +150,7 @@ def form_of(kernel: l.Kernel) -> Form | None:
     every = [*axes, *(a for s in loops for a in s.axes)]
     if not loops or not axes or any(not isinstance(a.extent, int) or a.extent < 1 for a in every):
         return None
-    if any(math.prod(a.extent for a in s.axes) > (MOST_TAPS if _filtered(s) else MOST_STEPS) for s in loops):
+    if any(math.prod(a.extent for a in s.axes) > (MOST_SHARED if _shared(s) else MOST_STEPS) for s in loops):
         return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
@@ -187,21 +192,27 @@ def crosses(r: l.Reduce) -> bool:
 def _exact(r: l.Reduce) -> bool:
     """Whether a thread that goes through all steps of a reduction rounds hardly more than threads that share them."""
     (axis, *others), count = r.axes, math.prod(a.extent for a in r.axes)
-    return r.monoid.name != "sum" or count <= SHORT or (not others and afresh(axis.extent) > 1)
+    return r.monoid.name != "sum" or count <= SHORT or (not others and afresh(axis.extent) != ())
 
 
-def afresh(steps: int) -> int:
-    """How many steps of a long sum are added up before they are added to the others; 1 where it is too long for that or
-    divides into no such parts. Of 64, 256 and 512 distances sums in parts of 16, 16 and 32 were off by 1.4, 1.8 and 1.7
-    times as much as those of a tree, and sums in one by 3.6, 7 and 9 times.
+@lru_cache(maxsize=1024)
+def afresh(steps: int) -> tuple[int, ...]:
+    """How a long sum is divided: the last so many steps are added up before they are added to others, so many of these
+    before that, and so on; nothing where it divides into no such parts. Of 64, 256 and 512 distances sums in parts of
+    16, 16 and 32 were off by 1.4, 1.8 and 1.7 times as much as those of a tree, and sums in one by 3.6, 7 and 9 times.
     """
-    return next((k for k in (16, 32, 8) if steps % k == 0 and steps // k <= 16), 1)
+    if steps <= PART:
+        return (steps,)
+    sizes = (PART, LONGEST, *range(PART - 1, 1, -1))
+    found = [(*outer, k) for k in sizes if steps % k == 0 and (outer := afresh(steps // k))]
+    return min(found, key=len, default=())
 
 
-def _filtered(s: n.Loop) -> bool:
-    """Whether all that a loop adds up is products."""
-    sums = [r for r in s.carried if isinstance(r, l.Reduce)]
-    return all(r.monoid.name == "sum" and is_product(x) for r in sums for x in r.args)
+def _shared(s: n.Loop) -> bool:
+    """Whether all that a loop adds up is products, or all that it reduces is over pairs."""
+    reduces = [r for r in s.carried if isinstance(r, l.Reduce)]
+    filtered = all(r.monoid.name == "sum" and is_product(x) for r in reduces for x in r.args)
+    return filtered or all(map(crosses, reduces))
 
 
 def multiplied_by_threads(kernel: l.Kernel) -> bool:

@@ -360,7 +360,12 @@ class _Way:
     @derived
     def registers(self) -> int:
         """Of sums and windows."""
-        found = self.threads.each * sum(len(s.carried) for s in self.form.loops)
+        found = sum(
+            self.threads.each
+            * len(s.carried)
+            * max([len(self.parts(a)) for a in s.axes if a in self.serial], default=1)
+            for s in self.form.loops
+        )
         most = 0
         for loads in self.form.loaded:
             total = 0
@@ -439,8 +444,11 @@ class _Way:
         """How a thread takes the steps along an axis; of sums over pairs some at a time, which are added up apart."""
         if axis not in self.serial:
             return (Factor("reg", axis.extent),)
-        some = afresh(axis.extent) if self.form.summed else 1
-        return tuple(Factor("time", k) for k in (axis.extent // some, some) if k > 1 or some == 1)
+        return tuple(Factor("time", k) for k in self.parts(axis))
+
+    def parts(self, axis: Any) -> tuple[int, ...]:
+        """In which parts a thread takes the steps along an axis one after the other."""
+        return afresh(axis.extent) if self.form.summed else (axis.extent,)
 
 
 def _threads(form: Form, gpu: Gpu) -> Iterator[_Threads]:
