@@ -34,6 +34,8 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "by real": lambda x, y, r: x * r + r * y,
     "by numbers": lambda x, y, r: x * 2.5 + r * 1j + y * (2 + 1j),
     "div": lambda x, y, r: x / (r.abs() + 1) + y / 3,
+    "quotient": lambda x, y, r: x / y + r / x + (2 - 1j) / y + x / (1 - 3j),
+    "reciprocal": lambda x, y, r: torch.reciprocal(x * 2),
     "add": lambda x, y, r: torch.add(x, y, alpha=2) + r + 1,
     "sub": lambda x, y, r: torch.sub(x, y, alpha=2) - r - (1 + 2j),
     "neg": lambda x, y, r: -x,
@@ -136,11 +138,23 @@ def test_between_two_calls_several_ops_are_one_kernel_and_one_stays_a_call() -> 
         torch.testing.assert_close(terrazzo.compile(fn, *given)(*given), fn(*given), rtol=2e-5, atol=2e-5)
 
 
-def test_what_overflows_is_left_to_pytorch() -> None:
-    """A quotient of large complex numbers, whose squares have no room."""
-    x = X * 1e25
-    assert _calls(lambda a, b: a / b, (x, x)) == ["aten.div.Tensor"]
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_no_square_of_a_divisor_overflows(scale: float) -> None:
+    """Nor is it too small."""
+    x, y = X * scale, Y * scale
+    fn = lambda a, b: torch.view_as_real(a / b)  # noqa: E731
+    assert _calls(fn, (x, y)) == []
+    torch.testing.assert_close(terrazzo.compile(fn, x, y)(x, y), fn(x, y), rtol=2e-5, atol=2e-5)
     assert terrazzo.compile(lambda a: (a * 1).abs(), x)(x).isfinite().all()
+
+
+def test_what_is_divided_by_zero_is_as_in_eager() -> None:
+    """Infinite where a part is not 0, and no number where both are."""
+    inf = float("inf")
+    x = torch.tensor([1 + 2j, -1 + 0j, 0j, 3 - 1j, 2 + 2j, 1 + 1j])
+    y = torch.tensor([0j, 0j, 0j, complex(inf, 0), complex(0, inf), complex(1, 0)])
+    fn = lambda a, b: torch.view_as_real(a / b)  # noqa: E731
+    torch.testing.assert_close(terrazzo.compile(fn, x, y)(x, y), fn(x, y), equal_nan=True)
 
 
 def test_no_kernel_moves_complex_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

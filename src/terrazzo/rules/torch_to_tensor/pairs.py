@@ -216,11 +216,27 @@ def _mul(node: Aten, x: Any, y: Any) -> Any:
 
 
 def _div(node: Aten, x: Any, y: Any) -> Any:
-    """By real numbers; others need more care than one formula takes."""
-    if isinstance(y, complex) or _real(y) is not None:
-        return None
-    each = (a if a is None else call("div.Tensor", a, y) for a in parts(x))
-    return stacked(node, *each)
+    """By the larger part of the divisor (R. L. Smith, Algorithm 116, 1962), as PyTorch does: no square of it overflows.
+    Above and below are divided by that, and what is left of the smaller part is a `ratio`.
+    """
+    (a, b), (c, d) = parts(x), parts(y)
+    if d is None:
+        return stacked(node, *(p if p is None else call("div.Tensor", p, c) for p in (a, b)))
+    if c is None:
+        c = 0.0
+    a, b, c, d = (_tensor(p, node) for p in (a, b, c, d))
+    turned = call("gt.Tensor", call("abs.default", d), call("abs.default", c))
+    large, small, p, q = (call("where.self", turned, *pair) for pair in ((d, c), (c, d), (b, a), (a, b)))
+    zero = call("eq.Scalar", large, 0)  # by 0 each part is divided as real numbers are
+    ratio = call("where.self", zero, _tensor(0.0, node), call("div.Tensor", small, large))
+    below = call("where.self", zero, _tensor(0.0, node), _plus(large, _times(small, ratio)))
+    real, imaginary = _plus(p, _times(q, ratio)), _minus(q, _times(p, ratio))
+    signed = call("where.self", turned, call("neg.default", imaginary), imaginary)
+    return stacked(node, call("div.Tensor", real, below), call("div.Tensor", signed, below))
+
+
+def _reciprocal(node: Aten, x: Any) -> Any:
+    return _div(node, 1.0, x)
 
 
 def _add(node: Aten, x: Any, y: Any, alpha: Any = 1) -> Any:
@@ -306,12 +322,14 @@ def _like(value: int) -> Callable[..., Any]:
     return lambda node, x, **others: stacked(node, value, None)
 
 
-def _where(node: Aten, chosen: Any, x: Any, y: Any) -> Any:
-    def tensor(part: Part) -> Any:
-        return part if isinstance(part, Node) else call("full.default", (), float(part or 0), dtype=_real(node))
+def _tensor(part: Part, node: Aten) -> Any:
+    """A part as a tensor, of the type of a complex result's parts where it is a number."""
+    return part if isinstance(part, Node) else call("full.default", (), float(part or 0), dtype=_real(node))
 
+
+def _where(node: Aten, chosen: Any, x: Any, y: Any) -> Any:
     each = zip(parts(x), parts(y), strict=True)
-    return stacked(node, *(call("where.self", chosen, tensor(a), tensor(b)) for a, b in each))
+    return stacked(node, *(call("where.self", chosen, *(_tensor(p, node) for p in pair)) for pair in each))
 
 
 def _power(node: Aten, x: Any, exponent: Any) -> Any:
@@ -340,6 +358,7 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     "aten.mul.Scalar": _mul,
     "aten.div.Tensor": _div,
     "aten.div.Scalar": _div,
+    "aten.reciprocal.default": _reciprocal,
     "aten.add.Tensor": _add,
     "aten.add.Scalar": _add,
     "aten.sub.Tensor": _sub,
