@@ -146,6 +146,16 @@ def test_what_is_summed_waits_as_one(out: object) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+def test_products_that_are_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way takes one of twelve products out of their sum, in every round: what is left are the same products."""
+    priced: list[l.Kernel] = []
+    cost = combined.cost
+    monkeypatch.setattr(combined, "cost", lambda kernel, rates: (priced.append(kernel), cost(kernel, rates))[1])
+    program = branches(12, products(12))
+    assert combine_sooner(program, Log(), replace(RATES, launch=0.0, byte=0.0), 0) != program
+    assert len(priced) <= 4 * len(program.steps)
+
+
 def test_it_must_be_worth_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is done below a megabyte, nor for a large part of the time, or for one that memory is not worth."""
     program = branches(8, pointwise(8))

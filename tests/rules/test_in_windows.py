@@ -22,6 +22,7 @@ from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.memory import windows
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.rules.loop_to_tile.choose import schedule
@@ -110,6 +111,28 @@ def test_who_reads_it_too_goes_along() -> None:
     over = product("v", "x_1", "t", 64, 512, column="r0, a1").replace("reduce(512)", "reduce(4096)")
     p = program(*both, over, results="y, z, t", inputs=inputs)
     assert windowed(p)[0] == p
+
+
+def test_who_reads_nothing_of_a_maker_is_not_asked_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an unrolled net each of many makers has few readers."""
+    asked: list[str] = []
+    read = windows.windows_read
+
+    def windows_read(kernel: l.Kernel, *rest: Any) -> frozenset[Any]:
+        asked.append(kernel.name)
+        return read(kernel, *rest)
+
+    monkeypatch.setattr(windows, "windows_read", windows_read)
+    inputs = "x: f32[4096, 512], w: f32[64, 512]"
+    both = parts("x", 4096), parts("w", 64), product("x_1", "w", "y", 4096, 64), product("x", "w_1", "z", 4096, 64)
+    x_parts, w_parts, y, z = program(*both, results="y, z", inputs=inputs).steps
+    readers = {y: y.axes[0]}
+    reading = windows.Reading(readers, [x_parts, w_parts])
+    first = reading.themselves(x_parts, 2)
+    assert first and reading.extents == {4096} and asked == ["y"]
+    readers[z] = z.axes[1]
+    assert reading.themselves(x_parts, 2) == first and reading.extents == {4096, 64} and asked == ["y"]
+    assert reading.themselves(w_parts, 2) and asked == ["y", "z"]
 
 
 def test_what_guards_of_other_axes_leave_out() -> None:

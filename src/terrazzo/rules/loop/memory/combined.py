@@ -137,7 +137,8 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
         form = placeless(step)
         if form not in prices:
             apart = products_apart(form)
-            prices[form] = sum(cost(x, rates) for x in (apart if len(apart) > MANY else (form,)))
+            # each product once: those of a sum, of which every way takes one, are alike
+            prices[form] = sum(map(price, apart)) if len(apart) > MANY else cost(form, rates)
         return prices[form]
 
     left = LOSS

@@ -177,27 +177,43 @@ class Reading:
     def __init__(self, readers: Mapping[l.Kernel, Var], makers: Collection[l.Kernel]) -> None:
         self.readers = readers
         self.made = {b: k for k in makers for b in k.writes}
+        self.known, self.lengths = 0, set[Any]()
+        self.reading: dict[l.Kernel, list[tuple[l.Kernel, Var]]] = {}
         self.read: dict[tuple[l.Kernel, int], tuple[int, set[Any]]] = {}
         self.needed: dict[int, tuple[int, dict[l.Kernel, set[tuple[int, Places | None]]]]] = {}
+
+    def _come(self) -> None:
+        """Note what those read, and along which axes, who came since this was asked."""
+        if self.known == len(self.readers):
+            return
+        for k, axis in islice(self.readers.items(), self.known, None):
+            self.lengths.add(axis.extent)
+            for maker in dict.fromkeys(self.made[b] for b in k.reads if b in self.made):
+                self.reading.setdefault(maker, []).append((k, axis))
+        self.known = len(self.readers)
 
     @property
     def extents(self) -> set[Any]:
         """How long their axes are."""
-        return {a.extent for a in self.readers.values()}
+        self._come()
+        return self.lengths
 
     def themselves(self, maker: l.Kernel, count: int) -> Set[Any]:
         """What they read themselves of what one makes."""
+        self._come()
         known, found = self.read.get((maker, count), (0, set()))
-        for k, axis in islice(self.readers.items(), known, None):
+        mine = self.reading.get(maker, [])
+        for k, axis in mine[known:]:
             found |= windows_read(k, axis, maker, count)
-        self.read[maker, count] = len(self.readers), found
+        self.read[maker, count] = len(mine), found
         return found
 
     def through_others(self, maker: l.Kernel, count: int) -> Set[Any]:
         """What they and others read, which make what the windows of these read."""
         known, found = self.needed.get(count, (0, {}))
-        _windows_needed(islice(self.readers.items(), known, None), self.made, count, found)
-        self.needed[count] = len(self.readers), found
+        if known < len(self.readers):
+            _windows_needed(islice(self.readers.items(), known, None), self.made, count, found)
+            self.needed[count] = len(self.readers), found
         return found.get(maker, frozenset())
 
 
