@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -133,3 +134,35 @@ def test_ctrl_c_keeps_what_was_compiled_and_drops_the_rest(monkeypatch: pytest.M
     assert path is not None and path.read_bytes() == b"one"
     assert second.cancelled()
     assert nvrtc.compile_each(["one", "two"], ARCH, cache)["two"].path is not None  # and all goes on as before
+
+
+def test_what_takes_long_is_compiled_first(monkeypatch: pytest.MonkeyPatch, cache: Cache) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(nvrtc, "_compile", lambda source, arch: (compiled.append(source), (b"cubin", nvrtc.Facts()))[1])
+    text = """
+        @loop
+        def f(u: f32[512, 512], x: bf16[512, 512], w: bf16[512, 512]):
+            with kernel('first', first=f32[512]):
+                for a0 in free(512):
+                    for r0 in reduce(512):
+                        in0 = u[a0, r0]
+                        acc0 <- max(in0)
+                    first[a0] = acc0
+            with kernel('product', product=bf16[512, 512]):
+                for a0 in free(512):
+                    for a1 in free(512):
+                        for r0 in reduce(512):
+                            in0 = x[a0, r0]
+                            v0 = f32(in0)
+                            in1 = w[a1, r0]
+                            v1 = f32(in1)
+                            v2 = mul(v0, v1)
+                            acc0 <- sum(v2)
+                        v3 = bf16(acc0)
+                        product[a0, a1] = v3
+            return (first, product)
+    """
+    done = lowering(parse(dedent(text)), Options(target=ARCH), tried=nvrtc.Tried(ARCH, cache, ahead=True))
+    nvrtc._pool().submit(lambda: None).result()
+    assert ["wgmma" in source for source in compiled] == [True, False]
+    assert [s.name for s in done.at("kernel").steps] == ["first", "product"]
