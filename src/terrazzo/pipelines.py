@@ -80,7 +80,7 @@ from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.choose import schedule
 from terrazzo.rules.loop_to_tile.copies import copies_in_windows, makers_divided
-from terrazzo.rules.loop_to_tile.estimate import expected
+from terrazzo.rules.loop_to_tile.estimate import expected, expected_below
 from terrazzo.rules.loop_to_tile.experience import NONE, Experience, Told
 from terrazzo.rules.loop_to_tile.products.precision import gain, no_gain
 from terrazzo.rules.loop_to_tile.reductions import reduced
@@ -338,8 +338,8 @@ def libraries(options: Options, rough: Rough) -> Libraries | None:
 @lru_cache(maxsize=4096)
 def _alone(name: str, fp32: str, rough: tuple[bool, ...], op: Aten, enough: float = 0.0) -> tuple[float, str]:
     """What our kernels for an op by itself take on a target, by the model, in nanoseconds; infinitely long where it is
-    called after all. " at most" so long, where that is less than `enough`: there may be better ways to multiply in
-    parts. How much memory is in use is for a whole program to say.
+    called after all. " at most" so long, where that is less than `enough`: there may be better ways to multiply. How
+    much memory is in use is for a whole program to say.
     """
     inputs = tuple(dict.fromkeys(x for x in op.children if isinstance(x, Input)))
     several = op.result if isinstance(op.result, tuple) else None
@@ -353,7 +353,7 @@ def _alone(name: str, fp32: str, rough: tuple[bool, ...], op: Aten, enough: floa
     some = in_parts(_sooner(whole, Log(), options), Log(), options, NONE, any_way=True)
     if some.steps != whole.steps and (time := expected(some.steps, gpu)) < enough:
         return time, " at most"
-    return expected(stages(whole, options, Log(), upper[upper.index("parts") :])[-1][1].steps, gpu), ""
+    return expected_below(stages(whole, options, Log(), upper[upper.index("parts") :])[-1][1].steps, gpu, enough)
 
 
 def in_parts(p: l.Program, log: Log, options: Options, tried: Experience, any_way: bool = False) -> l.Program:

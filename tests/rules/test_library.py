@@ -594,3 +594,14 @@ def test_gradients_of_small_tables_are_ours_on_a_gpu(rows: int, heads: int, pair
         assert calls(fn, *given) == [f"aten.{name}.default"] * called
         if not called:
             assert calls(fn, *given, target="cpu") == [f"aten.{name}.default"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_good_way_is_enough_to_know_that_ours_is_no_slower(dtype: Any) -> None:
+    args = meta(2048, 1024, dtype=dtype), meta(1024, 1024, dtype=dtype)
+    (node,) = (n for n in topological(capture(torch.mm, args).program.results) if isinstance(n, Aten))
+    best, told = pipelines._alone("sm_90a", "auto", (False,), node, 0.0)
+    assert told == ""
+    assert pipelines._alone("sm_90a", "auto", (False,), node, best / 2) == (best, "")  # which no way takes
+    found, told = pipelines._alone("sm_90a", "auto", (False,), node, 4 * best)
+    assert best <= found < 4 * best and told == " at most"

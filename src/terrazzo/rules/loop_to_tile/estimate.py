@@ -173,6 +173,27 @@ def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     return by_threads(kernel, gpu) if p is not None and len(p.sites) == 1 else estimate(kernel, gpu).time
 
 
+def expected_below(steps: Iterable[l.Kernel | l.Call], gpu: Gpu, enough: float) -> tuple[float, str]:
+    """What the kernels among the steps take together, in nanoseconds; or, where that is less than `enough`, what they
+    take " at most": the best way that a product has takes several times as long to find as a good one.
+    """
+    kernels = [placeless(s) for s in steps if isinstance(s, l.Kernel)]
+    found = sum(_in_a_way(x, gpu) for x in kernels) if enough > 0 else math.inf
+    return (found, " at most") if found < enough else (expected(kernels, gpu), "")
+
+
+def _in_a_way(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What a kernel takes at most: in the best tiles of warpgroups that can be derived, or else in boxes."""
+    p = product(kernel)
+    if p is None or _reduced(kernel, gpu) is not None:
+        return _expected(kernel, gpu)
+    whole = product(merged(kernel, p, gpu).kernel) or p
+    plan = next((x for x in warpgroups.plans(whole, gpu) if x.pieces == 1), None)
+    tiled = (plan.time, whole.kernel, partial(tiles.schedule, whole, plan, gpu)) if plan else None
+    ways: Iterable[Way] = [tiled] if tiled else _in_boxes(kernel, gpu)
+    return next((time for time, form, chosen in ways if _derives(form, chosen(), gpu)), math.inf)
+
+
 def _reduced(kernel: l.Kernel, gpu: Gpu) -> float | None:
     """What a product takes whose results are reduced along its columns, with the meeting of states."""
     for way in reduced.ways(kernel, gpu):
