@@ -24,6 +24,7 @@ from terrazzo.ir.types import f64
 from terrazzo.rules.loop_to_tile.chains import chains
 from terrazzo.rules.loop_to_tile.chains.chain import Chain
 from terrazzo.rules.loop_to_tile.products import boxes, taps, tiles, warpgroups
+from terrazzo.rules.loop_to_tile.products.apart import products_apart
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpgroups, merged
 from terrazzo.rules.loop_to_tile.products.image_forms import boxed
 from terrazzo.rules.loop_to_tile.products.product_candidates import shared
@@ -168,9 +169,11 @@ def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
     if found is not None:
         return found
-    p = product(kernel)
-    # One that no tile can be derived of is left to threads; of several, each has tiles.
-    return by_threads(kernel, gpu) if p is not None and len(p.sites) == 1 else estimate(kernel, gpu).time
+    if product(kernel) is None:
+        return estimate(kernel, gpu).time
+    # One product that no tile can be derived of is left to threads; of several, each has tiles.
+    each = products_apart(kernel)
+    return sum(_expected(x, gpu) for x in each) if len(each) > 1 else by_threads(kernel, gpu)
 
 
 def expected_below(steps: Iterable[l.Kernel | l.Call], gpu: Gpu, enough: float) -> tuple[float, str]:

@@ -20,7 +20,8 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ROWS
 from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, in_pieces, tiled
 from terrazzo.rules.loop_to_tile.walked.crossed import copying, points
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, size_of
-from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.complete import Refused
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 
 def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -196,7 +197,7 @@ def best(kernel: l.Kernel, gpu: Gpu) -> float:
         return math.inf
     for plan in tiles.plans(p, gpu):
         done = next(_planned(p, plan, gpu, {}), None)
-        if done and not any(isinstance(complete(x, s, gpu)[0], Refused) for x, s, *_ in done.kernels):
+        if done and not any(isinstance(derived(x, s, gpu), Refused) for x, s, *_ in done.kernels):
             return plan.time
     return math.inf
 
