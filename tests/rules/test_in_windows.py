@@ -236,6 +236,23 @@ def test_windows_of_inputs_begin_where_vectors_do() -> None:
     same(p, found)
 
 
+def test_an_input_that_is_stored_over_is_read_by_its_name() -> None:
+    """Who stores over it comes after all who read it, and lies there, which nothing does that has regions."""
+    over = """
+    with kernel('new', new=over(x)):
+        for a0 in free(512):
+            in0 = row[a0]
+            new[7, a0] = in0"""
+    twice = parts("x", 2048).replace("512", "1024").replace("x[a0, a1]", "x[a0, a1 % 512]", 1)
+    layers = (twice, product("x_1", "w", "y", 2048, 64).replace("512", "1024"), over)
+    inputs = "x: f32[2048, 512], w: f32[64, 1024], row: f32[512]"
+    p = program(*layers, results="y, new", inputs=inputs)
+    assert any(s.over for s in p.steps)
+    other = program(*layers[:2], results="y", inputs=inputs)
+    has = [{whole.name for whole, _ in regions(windowed(x)[0].steps, x.results).of.values()} for x in (p, other)]
+    assert "x" not in has[0] and "x" in has[1]
+
+
 def test_heads_of_images_go_along_with_images() -> None:
     """Who reads scores along four images, and who does along all heads of these, sixteen."""
     values = OF_HEADS.format(y="y", s="s", at="r0, a1")

@@ -293,6 +293,7 @@ class Windows:
         self.names = {b.name for b in (*program.inputs, *(b for s in program.steps for b in s.writes))}
         self.kernels = {s.name for s in program.steps}
         self.maker = {b: k for k in group.makers for b in k.writes}
+        self.old = {b for s in program.steps if isinstance(s, l.Kernel) for b in s.over.values()}
         self.steps: list[l.Kernel | l.Call] = []
         self.begun = 0
         self.made: dict[Any, l.Buffer] = {}
@@ -397,8 +398,10 @@ class Windows:
         else:
             strides = tuple(int(s) for s in b.type.element_strides)  # type: ignore[arg-type]
             offset = sum(n * s for n, s in zip(starts, strides, strict=True))
+            if b in self.old:  # what lies over an input comes after all who read that, by its name
+                return None
             if offset * b.type.dtype.size % (ALIGNED if b in self.whole.inputs else LINE):
-                return None  # nobody writes to lines of inputs
+                return None  # nobody writes to lines of other inputs
             made = l.Buffer(_fresh(b.name, self.names), _plain(Type(b.type.dtype, shape, strides)))
             self.steps.append(l.Call(WINDOW, (l.View(b, shape, strides, offset),), (), (made,), 0, source))
             self.made[b, part] = made
