@@ -14,7 +14,7 @@ import numpy as np
 
 from terrazzo.ir.address import coefficient, evaluate, flatten, mentions
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, terms_of
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, at_most, terms_of
 from terrazzo.ir.node import Node, substitute, topological, transformed
 from terrazzo.ir.sites import Product, called, loads, product
 from terrazzo.ir.types import Type, ordered_strides
@@ -171,7 +171,8 @@ def stored_first(kernel: l.Kernel, kept: Collection[Node] = ()) -> tuple[l.Kerne
 
 def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the operands of a product whose rows do not all begin at multiples of 16 bytes, in rows that do, and
-    `kernel`, which reads these. They end in zeros, so threads store 16 bytes at once.
+    `kernel`, which reads these. They end in zeros, so threads store 16 bytes at once, and nobody asks where rows end
+    who goes no further.
 
     @loop
     def f(x: f32[3, 9], w: f32[5, 9]):
@@ -216,7 +217,10 @@ def padded(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
             if x.buffer not in copies:
                 room = WIDEST // x.dtype.size
                 copies[x.buffer] = turned_copy(f"{kernel.name}_{x.buffer.name}", x.buffer, last, room)
-            taken[x] = l.Load.make(copies[x.buffer].stores[0].buffer, x.index, x.inside)
+            place, index = copies[x.buffer].stores[0].buffer, x.index[last]
+            row, room = (b.type.static_shape[last] for b in (x.buffer, place))
+            zeros = {row - 1 - index} if at_most(index, room - 1) else set()
+            taken[x] = l.Load.make(place, x.index, tuple(e for e in x.inside if e not in zeros))
     return reading(kernel, copies.values(), taken)
 
 
