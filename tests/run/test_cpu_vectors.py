@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,36 @@ def test_columns_of_a_tile_are_runs_where_results_lie_along_its_rows(tmp_path: P
     (text,) = (source for _, source in call.compiled.sources if "erff(v" in source and "[0][i] = tile[0]" in source)
     point = text[text.rindex("#pragma omp simd", 0, text.rindex("erff(v")) :]
     assert "tile[" not in point
+
+
+def test_what_a_place_takes_long_to_find_is_found_once(tmp_path: Path) -> None:
+    """A search gives two places: steps within the row need no check, and the second is not searched for again."""
+    torch.manual_seed(0)
+    ends, at = torch.rand(40, 33).cumsum(1), 20 * torch.rand(40, 90)
+    ends[:, 5:8] = ends[:, 4:5]
+
+    def between(ends: Any, at: Any) -> Any:
+        k = torch.searchsorted(ends, at, right=True)
+        low, high = ends.gather(1, (k - 1).clamp(min=0)), ends.gather(1, k.clamp(max=32))
+        return (low + high) / 2
+
+    text = compiled(between, tmp_path, ends, at)
+    assert "kept" in text and 5 <= text.count("tz_shr(") <= 8 and text.count("tz_among(") == 1
+
+
+def test_numbers_known_before_a_shared_loop_are_there_by_value(tmp_path: Path) -> None:
+    """By reference they may be what was just stored: the gradient of a Huber loss, which chooses between multiples of
+    one number, was no vectors.
+    """
+    torch.manual_seed(0)
+    x, y, grad = torch.randn(300, 90), torch.randn(300, 90), torch.randn(())
+
+    def gradient(x: Any, y: Any, grad: Any) -> Any:
+        off = x - y
+        return torch.where(off < -1, -grad / 3, torch.where(off > 1, grad / 3, off * (grad / 3)))
+
+    text = compiled(gradient, tmp_path, x, y, grad)
+    (shared,) = re.findall(r"#pragma omp parallel.* firstprivate\((.*)\)", text)
+    before, _, loop = text.partition("#pragma omp parallel")
+    known = {name for name in re.findall(r"\n  const \w+ (\w+) = ", before) if re.search(rf"\b{name}\b", loop)}
+    assert {*shared.split(", ")} == known and len(known) >= 2

@@ -92,7 +92,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     body = _body(kernel, scope)
     noting = any("tz_among(" in line for line in body)
     pointers = [scope.buffers[b] for b in arguments(kernel)]
-    lines += ["  " + by_value(noted(line) if noting else line, pointers) for line in body]
+    lines += ["  " + line for line in by_value([noted(x) for x in body] if noting else body, pointers)]
     lines += ["  return bad;", "}"]
     lines.append(f'extern "C" int64_t {name}_spans[];')
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
@@ -259,7 +259,7 @@ class _Writer:
             nested = nested if parallel else [s]
         leaf = only_loop(nested[-1])
         tiled = leaf is not None and transposes(nested[-1], leaf)
-        simd = is_leaf(s) and s.kind == "free" and vectorises(s.body)
+        simd = is_leaf(s) and s.kind == "free" and vectorises(s.body, scope.spans)
         lines = []
         if parallel:
             collapse = f" collapse({len(nested) + tiled})" if len(nested) + tiled > 1 else ""

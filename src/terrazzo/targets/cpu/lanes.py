@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from terrazzo.ir import nest as n
@@ -86,8 +87,24 @@ def noted(line: str) -> str:
     return line + " reduction(|:bad)" if "#pragma omp" in line else line
 
 
-def by_value(line: str, pointers: Sequence[str]) -> str:
-    """The head of a lambda that has pointers by value: one that it has by reference GCC reads again at each step, and
-    gathers with many reads what lies in one run.
+_WORD, _KNOWN = re.compile(r"[A-Za-z_]\w*"), re.compile(r"const (\w+) (\w+) = ")
+
+
+def by_value(body: Sequence[str], pointers: Sequence[str]) -> list[str]:
+    """The lines of a kernel, with what is known before a loop that threads share, or before a lambda, there by value:
+    pointers, numbers, and lambdas for the threads. What is there by reference GCC reads again at each step, where it
+    may be what was stored: gradients that are all times one number were no vectors, and runs were gathered with many
+    reads.
     """
-    return line.replace("[&](", f"[&, {', '.join(pointers)}](")
+    last = {word: k for k, line in enumerate(body) for word in _WORD.findall(line)}
+    known: dict[str, str] = {}
+    out = []
+    for k, line in enumerate(body):
+        used = [name for name in known if last[name] > k]
+        if used and "#pragma omp parallel" in line:
+            line += f" firstprivate({', '.join(used)})"
+        if (found := _KNOWN.match(line)) is not None:
+            known[found[2]] = found[1]
+        captured = [*pointers, *(name for name in used if known[name] != "auto")]
+        out.append(line.replace("[&](", f"[&, {', '.join(captured)}]("))
+    return out
