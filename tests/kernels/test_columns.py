@@ -16,9 +16,13 @@ from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import kernel as k
+from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
+from terrazzo.ir.types import DTYPES, Type
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop_to_tile.reductions.reductions import _read_again
 
 
 def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -275,3 +279,11 @@ with schedule("sum_1", target="sm_90a"):
         r0 = time(1) * reg(9) * warp(4)
 """
     pinned(lambda x: x.sum(1), (given,), text)
+
+
+def test_what_is_read_again_is_told_in_the_order_in_which_it_is_read() -> None:
+    """Two of them are kept: sets of nodes come in another order in every process."""
+    column, first, second = Var("a0", 64), Var("r0", 8), Var("r1", 8)
+    buffers = [l.Buffer(f"x{n}", Type(DTYPES["f32"], (8, 64))) for n in range(12)]
+    along = [(a, [l.Load(b, (a, column), ()) for b in buffers]) for a in (first, second)]
+    assert _read_again(along, column) == [b.name for b in buffers]

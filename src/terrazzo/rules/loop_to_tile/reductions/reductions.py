@@ -293,11 +293,14 @@ def held(kernel: l.Kernel, gpu: Gpu) -> Schedule | None:
 
 
 def _read_again(along: Sequence[tuple[Any, Sequence[Any]]], column: Any) -> list[str]:
-    """The buffers that several loops read, and read alike: the same columns, element by element."""
+    """The buffers that several loops read, and read alike: the same columns, element by element. They come in the order
+    in which they are read, so that every process chooses the same ones.
+    """
     first = along[0][0]
-    read = [{substitute(x, {a: first}) for x in topological(terms) if isinstance(x, l.Load) and {a, column} <= x.free}
-            for a, terms in along]  # fmt: skip
-    found = [x for each in read for x in each]
+    found: list[Any] = []
+    for a, terms in along:
+        loads = (x for x in topological(terms) if isinstance(x, l.Load) and {a, column} <= x.free)
+        found += dict.fromkeys(substitute(x, {a: first}) for x in loads)
     return [x.buffer.name for x in dict.fromkeys(found)
             if found.count(x) > 1 and all(y is x for y in found if y.buffer is x.buffer)]  # fmt: skip
 
