@@ -25,7 +25,7 @@ from terrazzo.pipelines import lowering
 from terrazzo.rules.loop.precision.parts import parts_of
 from terrazzo.rules.loop_to_tile.chains.chain import nested
 from terrazzo.rules.loop_to_tile.estimate import _derives, expected
-from terrazzo.rules.loop_to_tile.products import products, tiles, warpgroup_tiles, warpgroups, work
+from terrazzo.rules.loop_to_tile.products import products, tiles, traffic, warpgroup_tiles, warpgroups, work
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.reductions import reductions
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_product_axes
@@ -239,7 +239,7 @@ def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None
     assert {x.tile.share for x in found} == {1, 2, 4}
     for x in found:
         alone = x.pieces == 1 and x.tile.split is None
-        assert x.tile.share == 1 or (alone and warpgroups._clusters(p, x.tile) <= dict(has.clusters)[x.tile.share])
+        assert x.tile.share == 1 or (alone and traffic.clusters(p, x.tile) <= dict(has.clusters)[x.tile.share])
     without = replace(HOPPER, warpgroups=replace(has, clusters=()))
     assert {x.tile.share for x in warpgroups.plans(p, without)} == {1}
     slow, fast = (
@@ -265,9 +265,9 @@ def test_what_boxes_have_beyond_the_end_takes_time() -> None:
     tiles = {x.tile: x.tile for x in warpgroups.plans(p, HOPPER) if x.pieces == 1}
     rows = [t for t in tiles if t.rows is p.m and t.groups == 1 and t.n == 64]
     turned = next(t for t in tiles if t.rows is p.n and t.groups == 1 and t.n == 32)
-    assert warpgroups._beyond(p, turned) == 0.0
+    assert traffic.beyond(p, turned) == 0.0
     assert {t.split for t in rows} >= {None, p.n}
-    assert {warpgroups._beyond(p, t) for t in rows} == {2 * 32 * 4096 * 64}  # blocks of a cluster do not share zeros
+    assert {traffic.beyond(p, t) for t in rows} == {2 * 32 * 4096 * 64}  # blocks of a cluster do not share zeros
     long, short = (
         work.lasts(warpgroups.work_of(p, t, HOPPER, HOPPER.warpgroups)._replace(beyond=beyond), HOPPER)
         for t, beyond in ((turned, 4200.0), (turned, 0.0))

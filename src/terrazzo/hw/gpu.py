@@ -30,6 +30,8 @@ class Warpgroups:
     they fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
     blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
     parts; these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
+    The cache `keeps` an operand of so many bytes until it is read again. A row of a slab beyond the end of an operand
+    takes `empty`, where the slab has many. One warpgroup that multiplies in a block reaches `one` of the rate.
     """
 
     rate: float
@@ -62,6 +64,9 @@ class Warpgroups:
     parts_states: float = 0.0
     parts_meeting: float = 0.0
     banks: float = math.inf
+    keeps: float = math.inf
+    empty: float = 0.0
+    one: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ H200 = Warpgroups(
     gathered=20.6, emptied=230.0, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0,
     states=6.8, flying=36000.0, read=18.0, after=120.0, crowd=1.95, straddling=(1.5, 2.17), meeting=600.0,
     sharing=0.006, given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0,
-    parts_states=2.0, parts_meeting=1000.0, banks=218.0,
+    parts_states=2.0, parts_meeting=1000.0, banks=218.0, keeps=32e6, empty=1.2,
+    one=0.94,
 )  # fmt: skip
 """Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
 that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where
@@ -128,7 +134,9 @@ h200-shared.json, 1.3 and 1.7 for 1.5 and 2.1. `sharing` is of one product, 128 
 a tile took 51 us and two 47 (benchmarks/fits/h200-few.json); it loses 2.2 % in the products there, 2.6 without it, and
 in those 461 2.1 (2.0). `turns` is fitted to 166 schedules of 36 products (benchmarks/fits/h200-turns.json), by how much
 is lost where it chooses: 0.7 %, and 2.8 % with `start` in its place. `parts_memory` is an estimate: what was chosen for
-128 rows read 2.1 to 2.7 TB/s.
+128 rows read 2.1 to 2.7 TB/s. `keeps`, `empty` and `one` are of 54 schedules of three products whose rows fill no
+tiles (benchmarks/fits/h200-rows.json): what is chosen of these takes 1.11 times as long as the fastest (1.29 before),
+of h200-shared.json 1.4 % (1.7), of h200-tiles.json 1.1 (1.0), of h200-order.json 1.2 (1.5).
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

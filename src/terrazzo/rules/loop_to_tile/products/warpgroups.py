@@ -21,6 +21,7 @@ from terrazzo.ir.schedule import Factor, Operand, Schedule, Site, Word
 from terrazzo.ir.sites import Product, called, made_of
 from terrazzo.rules.access import box
 from terrazzo.rules.loop.precision.number_parts import every_digit
+from terrazzo.rules.loop_to_tile.products import traffic
 from terrazzo.rules.loop_to_tile.products.leaving import leaves, narrowest, result_bytes, result_rate, result_sites
 from terrazzo.rules.loop_to_tile.products.making import (
     BEFORE,
@@ -148,7 +149,7 @@ def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
     step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
     if (_slots(p, tile, gpu) - 2) * step < REACH:
         tile = replace(tile, split=None)
-    return _fetched(p, tile, has, _alone(p, tile, gpu)) / (tile.m * tile.n)
+    return traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)) / (tile.m * tile.n)
 
 
 def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
@@ -242,11 +243,6 @@ def promotion(p: Product, n: int, k: int) -> float:
     return PROMOTION * n / 64 * (len(set(scales)) + (every_digit(scales) and k == STEP))
 
 
-def _clusters(p: Product, tile: Tile) -> int:
-    rows, columns = tile.clusters
-    return facts_of(p).batch * rows * columns
-
-
 def _bytes(p: Product, tile: Tile) -> int:
     """Of a step in shared memory: every operand has a slab of its own."""
     m, n, rows = tile.m, tile.n, tile.rows
@@ -280,18 +276,18 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
     outer, inner = steps(p, tile)
     return Work(
-        tile.m, tile.n, facts_of(p).terms, _clusters(p, tile), tile.blocks,
+        tile.m, tile.n, facts_of(p).terms, traffic.clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=_fetched(p, tile, has, _alone(p, tile, gpu)),
+        fetched=traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=result_rate(p, tile, gpu, has) * tile.parts,
-        least=facts_of(p).bytes + results(p).moved,
+        least=facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
-        readers=_readers(tile, gpu.processors // tile.blocks),
+        readers=traffic.readers(tile, gpu.processors // tile.blocks),
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
@@ -299,18 +295,21 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         alone=tile.groups == 1,
         turns=tile.turns,
         read=_read(p, tile),
-        beyond=_beyond(p, tile),
+        beyond=traffic.beyond(p, tile),
+        empty=traffic.empty(tile),
     )  # fmt: skip
 
 
 def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
     """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
     return alone._replace(
-        tiles=_clusters(p, tile),
+        tiles=traffic.clusters(p, tile),
         blocks=tile.blocks,
-        fetched=_fetched(p, tile, has, _alone(p, tile, gpu)),
-        readers=_readers(tile, gpu.processors // tile.blocks),
-        beyond=_beyond(p, tile),
+        fetched=traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)),
+        least=facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has),
+        readers=traffic.readers(tile, gpu.processors // tile.blocks),
+        beyond=traffic.beyond(p, tile),
+        empty=traffic.empty(tile),
     )
 
 
@@ -323,31 +322,19 @@ def _times(
         if pieces == 1:
             yield 1, lasts(whole, gpu)
             continue
-        if (alone := _alone(p, tile, gpu, pieces)) not in clocks:
+        if (alone := traffic.alone(p, tile, gpu, pieces)) not in clocks:
             count, (outer, inner) = len(p.sites), steps(p, tile)
             sums = count * results(p).points
             least = whole.least - results(p).moved + 4 * sums
             part = whole._replace(
                 results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu),
-                fetched=_fetched(p, tile, has, alone),
+                fetched=traffic.fetched(p, tile, has, alone),
             )  # fmt: skip
             clocks[alone], states = clock(part, gpu), has.parts_states if promotes(p) else has.states
             walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
         readers = (most if most < walkers / pieces else walkers / pieces) / rows
         time = clocks[alone](whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
         yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
-
-
-def _beyond(p: Product, tile: Tile) -> float:
-    """Bytes beyond the end of an operand that boxes bring to all blocks: those of a cluster do not share them."""
-    facts = facts_of(p)
-    found = 0.0
-    sides = (tile.rows, tile.clusters[1], tile.columns), (tile.columns, tile.clusters[0], tile.rows)
-    for a, clusters, other in sides:
-        if rows := -a.extent % tile.covered(a):
-            size = sum(x.size for x in facts.sources if a in x.free)
-            found += size * rows * facts.deep * facts.batch * clusters * (2 if tile.split is other else 1)
-    return found
 
 
 def _meeting(p: Product, tile: Tile, has: Warpgroups) -> float:
@@ -397,29 +384,6 @@ def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
     if not (promotes(p) and converted(p)):
         return 0.0
     return MADE_ALONE * tile.m * tile.k * gpu.processors / (gpu.fma / 2)
-
-
-def _alone(p: Product, tile: Tile, gpu: Gpu, pieces: int = 1) -> bool:
-    """Whether there is a block for every other processor at most: the two share their way to the cache."""
-    return _clusters(p, tile) * tile.blocks * pieces <= gpu.processors // 2
-
-
-def _fetched(p: Product, tile: Tile, has: Warpgroups, alone: bool) -> float:
-    """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
-    found = 0.0
-    for x in facts_of(p).sources:
-        shared = tile.split is not None and tile.split not in x.free
-        size: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
-        found += size / (2 if shared else 1) * (has.straddling[not alone] if x.straddles else 1)
-    return found
-
-
-def _readers(tile: Tile, clusters: float) -> float:
-    """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
-    lie in as many rows of tiles as a group has, or fewer.
-    """
-    most, rows = tile.group
-    return min(clusters, most) / rows
 
 
 def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:

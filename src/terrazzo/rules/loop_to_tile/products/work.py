@@ -39,8 +39,9 @@ class Work(NamedTuple):
     makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
     for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
     tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs. Of
-    what boxes bring in all, so many bytes lie `beyond` the ends of operands. What a step needs is `brought` in so many
-    nanoseconds, ahead of it and beside results.
+    what boxes bring in all, so many bytes lie `beyond` the ends of operands, and so many rows are `empty` in a step of
+    the last block, more than others hide. What a step needs is `brought` in so many nanoseconds, ahead of it and beside
+    results.
     """
 
     m: int
@@ -68,6 +69,7 @@ class Work(NamedTuple):
     hidden: float = HIDDEN
     read: float = 0.0
     beyond: float = 0.0
+    empty: float = 0.0
     brought: float = 0.0
 
 
@@ -87,6 +89,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
+    rate *= has.one if work.alone and not (work.parts or work.turns) else 1
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate
@@ -106,7 +109,8 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         step = max(arithmetic, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
-        found = begin + beside + work.beyond / gpu.memory * at_once / tiles  # later waves bring theirs beside others
+        beyond = max(work.beyond / gpu.memory, work.empty * has.empty * steps)
+        found = begin + beside + beyond * at_once / tiles  # later waves bring theirs beside others
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):
             if wave and count:
                 flying = min(1.0, wave * blocks * slots * work.held / (gpu.processors * has.flying))
