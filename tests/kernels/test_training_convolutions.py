@@ -112,3 +112,17 @@ def test_sums_over_images_in_two_orders_copy_one() -> None:
     found = lowering(capture(sums, given).program, Options(target="sm_90a", libraries="never"))
     read = [b for s in found.loop.steps if isinstance(s, l.Kernel) and s.carried for b in s.reads if b.type.rank == 4]
     assert len({b.type.element_strides for b in read}) == 1
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_few_images_of_few_channels_leave_pieces_of_few_terms(dtype: torch.dtype) -> None:
+    """A filter's gradient, cut along as many pixels as there are: a piece has a term for each of two images, and is no
+    product.
+    """
+    torch.manual_seed(0)
+    given = tuple(torch.randn(s).to(dtype) for s in ((2, 8, 64), (8, 8, 3), (2, 8, 64)))
+    line = lambda x, w: F.conv1d(x, w, padding=1)  # noqa: E731
+    found = lowered(gradients(line), given, "sm_90a")
+    exact = gradients(line)(*(x.double() for x in given))
+    for x, y in zip(found.simulated(), exact, strict=True):
+        assert np.abs(x - y.numpy()).max() <= (1e-5 if dtype is torch.float32 else 2**-7) * y.abs().max()

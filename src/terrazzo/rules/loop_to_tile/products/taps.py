@@ -15,6 +15,7 @@ from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
+from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import substitute
 from terrazzo.ir.schedule import Schedule
 from terrazzo.ir.sites import Product, product
@@ -144,9 +145,10 @@ def cut_along(kernel: l.Kernel, number: int, pieces: int) -> tuple[l.Kernel, l.K
 
 
 def _sum(kernel: l.Kernel) -> l.Reduce:
-    p = product(kernel)
-    assert p is not None
-    return p.sites[0].reduce
+    """The one sum of a kernel, which a piece of it may have too few terms of to be a product."""
+    (only,) = accumulators(kernel).values()
+    assert isinstance(only, l.Reduce)
+    return only
 
 
 def _cut(kernel: l.Kernel, number: int, run: int) -> l.Kernel:
