@@ -65,6 +65,11 @@ SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     ),
     "a scan of a long row": (lambda x: x.cumsum(-1), (meta(1 << 24),), "cumsum"),
     "many tensors side by side": (lambda *x: torch.cat(x, -1), (meta(8192, 128),) * 24, "cat"),
+    "many that were converted": (
+        lambda *x: torch.cat([(y.float() * 2).bfloat16() for y in x]),
+        tuple(meta(2048, 512, dtype=BF16) for _ in range(24)),
+        "cat",
+    ),
     "a function in float64": (torch.digamma, (meta(4096, 8192),), "digamma"),
     "what a mask takes": (
         lambda x, m, y: x.masked_scatter(m, y),

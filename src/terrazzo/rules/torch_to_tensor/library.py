@@ -196,8 +196,11 @@ KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack
 
 
 def _asked_always(op: Aten) -> bool:
-    """Whether an op is a convolution in 16 bits, or a gradient of one, or writes, whatever its inputs were made of."""
-    return FAMILIES[op.name][0] in WRITES or (is_convolution(op) and first_result(op).dtype.size == 2)
+    """Whether an op is a convolution in 16 bits, or a gradient of one, or writes, or lays tensors one beside the other,
+    whatever its inputs were made of.
+    """
+    family, _ = FAMILIES[op.name]
+    return family in (*WRITES, "cat") or (is_convolution(op) and first_result(op).dtype.size == 2)
 
 
 def _widened(node: Node) -> bool:
