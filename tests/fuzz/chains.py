@@ -89,7 +89,7 @@ class Tile:
 def _sites(c: Chain, number: int, by: str, tile: Tile, one: One) -> tuple[Site, ...]:
     """The two products, and the stores, which divide the tile as the outer one does."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth, steps = c.columns.extent, c.depth.extent, f"r{c.steps.label}"
+    width, depth, steps = c.columns.extent, c.depths[0].extent, f"r{c.steps.label}"
     k = 16 if "wgmma" in tile.on or (number >= 80 and one((True, True, False))) else 8
     along, second = tile.lies
     beside = "m" if along == "n" else "n"
@@ -104,7 +104,7 @@ def _sites(c: Chain, number: int, by: str, tile: Tile, one: One) -> tuple[Site, 
         (
             (c.rows.name, tile.bound(0, beside, tile.rows, tile.down)),
             (steps, tile.bound(0, along, tile.step, tile.steps)),
-            (f"r{c.depth.label}", _parts(depth, "k", k)),
+            (f"r{c.depths[0].label}", _parts(depth, "k", k)),
         ),
         tuple({called(x): _held(depth, by) for x in c.operands[:2]}.items()),
         on[0],

@@ -110,6 +110,24 @@ def test_gradients(fn: Any, shapes: tuple[tuple[int, ...], ...], dtype: torch.dt
     close(found, gradients(fn), args)
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(("keys", "values"), [(32, 64), (64, 32), (96, 64)])
+def test_values_may_be_wider_or_narrower_than_keys(
+    keys: int, values: int, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of latent and of differential attention: no weights are stored, and scores and what values are worth are
+    sums beside each other of other lengths. (So few are stored by the model.)
+    """
+    monkeypatch.setattr(again, "SURE", 9.0)
+    q, k = ((1, 2, 128, keys),) * 2
+    args = tensors(q, k, (1, 2, 128, values), (1, 2, 128, values))
+    found = lowered(gradients(causal), args, target)
+    steps = found.lowering.loop.steps
+    assert not [b for s in steps for b in s.writes if b.type.numel >= 2 * 128 * 128]
+    assert len([x for p in plans(found, Product) for x in p.sites]) >= 6
+    close(found, gradients(causal), args)
+
+
 def test_steps_that_a_mask_hides_are_not_visited() -> None:
     """Keys after a query, and queries before a key: in every chain, whose steps overlap."""
     args = tensors(*((1, 4, 320, 64),) * 4)

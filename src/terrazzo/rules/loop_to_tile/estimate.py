@@ -83,7 +83,7 @@ def estimate(kernel: l.Kernel, gpu: Gpu) -> Estimate:
         kernel = both.kernel
         points = math.prod(a.extent for a in kernel.axes) // both.columns.extent * both.steps.extent * both.times
         points = int(points * _visited(kernel, both))
-        deep = len(both.sums) * both.depth.extent + len(both.outside) * both.columns.extent
+        deep = sum(d.extent for d in both.depths) + len(both.outside) * both.columns.extent
         operations = 2 * points * deep * both.terms
         products = operations / (CHAINED * rate)
         between = points * max(BETWEEN, OPERATION * _between(kernel, both)) / gpu.fma

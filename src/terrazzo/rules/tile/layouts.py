@@ -107,7 +107,7 @@ def fragments(
 def _side_by_side(draft: Draft, p: Product, axis: str, size: int) -> bool:
     """Whether a warp's registers have an even number of an instruction's parts of an axis, one beside the other."""
     site, apart = draft.site(p.sites[0]), 1
-    for f in reversed(draft.binding(axis_called(draft, axis), site)):
+    for f in reversed(draft.binding(axis_called(draft, axis, p.sites), site)):
         if f.level == "reg" and f.size > 1:
             return apart == size and f.size % 2 == 0
         apart *= f.size

@@ -40,9 +40,12 @@ def brought(draft: Draft, product: Product) -> list[Node]:
     return list(dict.fromkeys(found))
 
 
-def axis_called(draft: Draft, name: str) -> Any:
-    """The axis of this name, of the kernel or of one of its products."""
-    every = [*draft.axes, *(a for c in draft.products.values() for a in c.reduce.axes)]
+def axis_called(draft: Draft, name: str, sums: Sequence[str] = ()) -> Any:
+    """The axis of this name, of the kernel or of one of its products: of these `sums`, where they have one, since sums
+    beside each other call what they go along alike.
+    """
+    products = [*(draft.products[x] for x in sums), *draft.products.values()]
+    every = [*draft.axes, *(a for c in products for a in c.reduce.axes)]
     return next(a for a in every if axis_name(a) == name)
 
 

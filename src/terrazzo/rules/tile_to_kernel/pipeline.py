@@ -89,7 +89,8 @@ class Pipeline:
                     whole = span(draft, term)
                     own = [w.name for w in s.axes]
                     names = own if text == s.operand else twin_axes(own, terms[s.operand], term)
-                    mine = ((self.part(axis_called(draft, x), site), w) for x, w in zip(names, s.axes, strict=True))
+                    axes = (axis_called(draft, x, p.sites) for x in names)
+                    mine = ((self.part(a, site), w) for a, w in zip(axes, s.axes, strict=True))
                     parts = tuple(replace(x, size=w.args[0], halo=whole.halo(x.axis)) for x, w in mine)
                     begin = self.behind(s)
                     self.slabs[term] = Slab(s, plan.named(s.ring), term, memory.places[s.name], parts, whole, begin)

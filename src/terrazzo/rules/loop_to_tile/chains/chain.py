@@ -18,11 +18,11 @@ WHOLE = 16
 
 @dataclass(frozen=True)
 class Chain:
-    """sum over `steps` of f(sum over `depth` of a * b) * c: `rows` only a knows, `columns` only c. f may have further
-    such sums `beside` the first, each with its own a and b, over the same axes. There may be `others` of such f and c,
-    which share sums inside. Sums may have several `terms`, as those of parts of float32: a, b and c are the first one's
-    then, and `factors` has all. Sums outside may go over the steps in several `rounds`: those of other axes, as heads
-    are that share keys, which a knows nothing of.
+    """sum over `steps` of f(sum over depth of a * b) * c: `rows` only a knows, `columns` only c. f may have further
+    such sums `beside` the first, each with its own a and b, and of `depths` of their own. There may be `others` of such
+    f and c, which share sums inside. Sums may have several `terms`, as those of parts of float32: a, b and c are the
+    first one's then, and `factors` has all. Sums outside may go over the steps in several `rounds`: those of other
+    axes, as heads are that share keys, which a knows nothing of.
     """
 
     kernel: l.Kernel
@@ -31,7 +31,7 @@ class Chain:
     rows: Any
     columns: Any
     steps: Any
-    depth: Any
+    depths: tuple[Any, ...]
     operands: tuple[Node, Node, Node]
     beside: tuple[tuple[str, Node, Node], ...] = ()
     others: tuple[tuple[str, Node], ...] = ()
@@ -74,9 +74,23 @@ class Chain:
         return -(-int(self.columns.extent) // WHOLE) * WHOLE
 
     @property
-    def deep(self) -> int:
+    def deep(self) -> tuple[int, ...]:
         """What the sums inside go along, as instructions take it."""
-        return -(-int(self.depth.extent) // WHOLE) * WHOLE
+        return tuple(-(-int(d.extent) // WHOLE) * WHOLE for d in self.depths)
+
+    def deep_of(self, x: Node) -> int:
+        """The same for what a sum inside multiplies."""
+        return next(deep for name, deep in zip(self.sums, self.deep, strict=True) if x in self.read(name))
+
+    @property
+    def down(self) -> int:
+        """Elements of a row of what the sums inside multiply that is held for a tile."""
+        return sum(self.deep_of(x) for x in self.inside if self.rows in x.free)
+
+    @property
+    def brought(self) -> int:
+        """Elements of a step of what the sums inside multiply that comes with it."""
+        return sum(self.deep_of(x) for x in self.inside if self.rows not in x.free)
 
 
 def chain(kernel: l.Kernel) -> Chain | None:
@@ -87,9 +101,9 @@ def chain(kernel: l.Kernel) -> Chain | None:
     if not found:
         return None
     inner = list(dict.fromkeys(x for sums, *_ in found for x in sums))
-    (name, pairs, depth), *more = inner
+    (name, pairs, _), *more = inner
     (_, outer, (*rounds, steps), along), *rest = found
-    if any(d is not depth for *_, d in more) or any(x != (*rounds, steps) for *_, x, _ in rest):
+    if any(x != (*rounds, steps) for *_, x, _ in rest):
         return None
     if len({len(x) for x in (along, *(x for *_, x in rest), *(x for _, x, _ in inner))}) > 1:
         return None
@@ -108,7 +122,8 @@ def chain(kernel: l.Kernel) -> Chain | None:
     factors = [(x, tuple(y for pair in found for y in pair)) for x, found, _ in inner]
     factors += [(outer, along), *((x, found) for _, x, _, found in rest)]
     operands = *pairs[0], along[0]
-    sums = name, outer, rows[-1], columns[-1], steps, depth, operands, beside, others
+    depths = tuple(d for *_, d in inner)
+    sums = name, outer, rows[-1], columns[-1], steps, depths, operands, beside, others
     return Chain(kernel, *sums, tuple(factors), len(along), tuple(rounds))
 
 

@@ -104,11 +104,10 @@ class Groups:
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory."""
-        depth, width, rows = c.deep, c.width // self.blocks_across, self.count * ROWS
-        down = sum(c.rows in x.free for x in c.inside)
+        width, rows = c.width // self.blocks_across, self.count * ROWS
         more = [x for x in c.along if not ((self.turns or c.terms > 1) and _brought(c, x))]
-        along = (len(c.inside) - down) * depth + len(more) * width
-        operands = 2 * (down * self.held * rows * depth + self.slots * self.step * along)
+        along = c.brought + len(more) * width
+        operands = 2 * (c.down * self.held * rows + self.slots * self.step * along)
         results = 2 * len(c.outside) * gathering(c) * rows * parts(width)
         vectors = 4 * VECTORS * self.slots * self.step if self.turns else 0
         own = sum(self.slots * rows * self.step * x.dtype.size for x in points(c)) if self.brought else 0
@@ -118,7 +117,7 @@ class Groups:
 def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) -> Schedule | None:
     """A producer warp, warpgroups of 64 rows each, slots for the operands of a step. None where no instruction fits."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth, step = c.width // way.blocks_across, c.deep, way.step
+    width, step = c.width // way.blocks_across, way.step
     inner, outer = (f"wgmma.m64n{n}k16.f32.{kind}" for n in (step, width))
     if inner not in PRODUCTS or outer not in PRODUCTS or len(_wide(c)) != len(c.outside):
         return None
@@ -127,17 +126,20 @@ def on_warpgroups(c: Chain, gpu: Gpu, way: Groups, longest_first: bool = False) 
     across = (name, (Factor("inst.n", step),))
     columns = (c.columns.name, (Factor("inst.n", width),))
 
-    def first(names: tuple[str, ...], terms: Sequence[Any]) -> Site:
-        along = {called(x): _by_tma(depth, way.held if c.rows in x.free else 1) for x in terms}
+    def first(names: tuple[str, ...], depth: Any, deep: int) -> Site:
+        along = {called(x): _by_tma(deep, way.held if c.rows in x.free else 1) for x in c.read(*names)}
         along |= {called(x): _by_tma(step, 1, x.dtype.size) for x in points(c)} if way.brought else {}
-        return Site(names, (mine, across, _depth(c.depth, depth)), (*along.items(),), inner)
+        return Site(names, (mine, across, _depth(depth, deep)), (*along.items(),), inner)
 
     def last(sum_: str, terms: Sequence[Any]) -> Site:
         along = {called(x): _by_tma(width) for x in terms}
         return Site((sum_,), (mine, columns, _depth(c.steps, step)), (*along.items(),), outer)
 
     each = [(x,) for x in c.sums] if way.turns else [c.sums]
-    sites = (*(first(x, c.read(*x)) for x in each), *(last(x, c.read(x)) for x, _ in c.outside))
+    sites = (
+        *(first(*x) for x in zip(each, c.depths, c.deep, strict=False)),
+        *(last(x, c.read(x)) for x, _ in c.outside),
+    )
     results = _gathered(c) if way.gathered else alike(c)
     near = points(c) if not (longest_first or way.together or way.sorted) and _shares(c) else ()
     tile = Tile(way.count * ROWS, step, way.slots, way.blocks_across, way.sorted, near)
@@ -158,13 +160,13 @@ def _shares(c: Chain) -> bool:
     of all of them is in the cache then.
     """
     apart = [a.extent for a in outside_axes(c) if not any(a in x.free for x in points(c))]
-    size = 2 * c.steps.extent * (sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width)
+    size = 2 * c.steps.extent * (c.brought + len(c.along) * c.width)
     return bool(points(c)) and math.prod(apart) * size <= CACHED // 2
 
 
 def _brought(c: Chain, x: Any) -> bool:
     """Whether an operand of a sum outside is the slab of one inside, where products take turns."""
-    return any(substitute(y, {c.depth: c.columns}) is x for y in c.inside)
+    return any(substitute(y, {d: c.columns}) is x for d in c.depths for y in c.inside)
 
 
 def gathering(c: Chain) -> int:
@@ -225,7 +227,8 @@ def arrangements(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     others = {*c.kernel.reads} - brought
     fewer = others and most == STEP  # what columns are made of besides is in registers too
     steps = dict.fromkeys(min(n, ceil(c.steps.extent, 16) * 16) for n in ((most, STEP // 2) if fewer else (most,)))
-    for step, count, overlap, gathered in () if c.others else product(steps, counts, (True, False), (True, False)):
+    apart = bool(c.others) or len({*c.depths}) > 1  # each sum is a site of its own
+    for step, count, overlap, gathered in () if apart else product(steps, counts, (True, False), (True, False)):
         if count == 3 and (c.width > 64 or others):
             continue  # 160 registers hold no more sums, nor a mask, beside 128 scores
         for along in (False, True) if points(c) else (False,):
@@ -279,8 +282,7 @@ def staying(way: Groups, c: Chain, gpu: Gpu, unlike: bool) -> Iterator[Groups]:
         yield replace(way, sorted=True)
     if math.prod(others) * ceil(c.rows.extent, way.count * ROWS) <= gpu.processors or c.terms > 1:
         return
-    along = sum(c.deep for x in c.inside if c.rows not in x.free) + len(c.along) * c.width
-    size = 2 * c.steps.extent * along  # of what goes along with the steps
+    size = 2 * c.steps.extent * (c.brought + len(c.along) * c.width)  # of what goes along with the steps
     rows = others[-1] if others and unlike else 1
     groups = [n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * size <= CACHED)]
     for together in groups:
@@ -299,10 +301,10 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     waits for its rows. Nothing multiplies while the only slot of a slab is filled that both products read: 8192 x 256
     through 256 columns of float32, in steps of 48, took 84 us on an H200 (71 by this), and 43 is what the rest says.
     """
-    width, depth = c.width // way.blocks_across, c.deep
+    width = c.width // way.blocks_across
     assert gpu.warpgroups is not None
     rate = gpu.warpgroups.rate / gpu.processors
-    deep = depth * len(c.sums), width * len(c.outside)
+    deep = sum(c.deep), width * len(c.outside)
     inner, outer = (2 * way.count * ROWS * way.step * n * c.terms / rate for n in deep)
     inner *= max(1.0, (ROWS + way.step) / (2 * way.step))
     found = way.count * ROWS * way.step / EXPONENTIALS

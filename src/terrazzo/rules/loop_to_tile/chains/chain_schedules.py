@@ -90,11 +90,9 @@ class Warps:
 
     def shared(self, c: Chain) -> int:
         """Bytes of shared memory for the operands, and where warps meet."""
-        depth, width = c.deep, c.width
-        down = sum(c.rows in x.free for x in c.inside)
-        along = (len(c.inside) - down) * depth + len(c.along) * width
-        meeting = 4 * self.deep * self.rows * (width + 8) if self.deep > 1 else 0
-        return 2 * (down * self.rows * depth + self.slots * self.step * along) + meeting
+        along = c.brought + len(c.along) * c.width
+        meeting = 4 * self.deep * self.rows * (c.width + 8) if self.deep > 1 else 0
+        return 2 * (c.down * self.rows + self.slots * self.step * along) + meeting
 
 
 def arrangements(c: Chain, gpu: Gpu) -> Iterator[Warps]:
@@ -125,7 +123,7 @@ def _deepest(way: Warps, c: Chain, gpu: Gpu) -> Warps:
 def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Schedule | None:
     """Everybody copies operands to the slots of a ring and multiplies."""
     kind = c.operands[0].dtype.name  # type: ignore[attr-defined]
-    width, depth = c.width, c.deep
+    width = c.width
     deep = 16 if gpu.number >= 80 else 8
     on = f"mma.m16n8k{deep}.f32.{kind}"
     if on not in PRODUCTS or PRODUCTS[on].since > gpu.number:
@@ -141,10 +139,12 @@ def on_warps(c: Chain, gpu: Gpu, way: Warps, longest_first: bool = False) -> Sch
     def site(names: tuple[str, ...], axes: tuple[Any, ...], size: int) -> Site:
         return Site(names, axes, tuple({called(x): _copied(size, by) for x in c.read(*names)}.items()), on)
 
-    first = site(c.sums, (rows, across, (axis_name(c.depth), _depth(depth, deep))), depth)
+    inside = [c.sums] if len({*c.depths}) == 1 else [(x,) for x in c.sums]
+    along_depth = ((axis_name(d), _depth(size, deep)) for d, size in zip(c.depths, c.deep, strict=True))
+    first = [site(x, (rows, across, d), size) for x, d, size in zip(inside, along_depth, c.deep, strict=False)]
     last = [site((name,), (rows, columns, along), width) for name, _ in c.outside]
     lines = Tile(way.rows, way.step, way.slots).lines(c, longest_first)
-    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (first, *last, *alike(c)))
+    return Schedule(c.kernel.name, gpu.arch, tuple(lines), (), (), (*first, *last, *alike(c)))
 
 
 def _depth(size: int, each: int) -> tuple[Factor, ...]:

@@ -52,7 +52,7 @@ def ways(kernel: l.Kernel, gpu: Gpu) -> Iterator[Way | str]:
     found = formed(kernel)
     if found is None:
         yield "no two products in one loop of steps on this machine"
-    elif any(not isinstance(a.extent, int) for a in (*found.kernel.axes, found.steps, found.depth)):
+    elif any(not isinstance(a.extent, int) for a in (*found.kernel.axes, found.steps, *found.depths)):
         yield "an axis has no size that is known"
     else:
         kinds = [_on_warpgroups(found, gpu), _on_warps(found, gpu)]
@@ -95,7 +95,7 @@ def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
 def _on_groups(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
     """Nanoseconds of a chain in each of its ways on warpgroups."""
     found = chain(rows_in_line(kernel))
-    if found is None or any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, found.depth)):
+    if found is None or any(not isinstance(a.extent, int) for a in (*kernel.axes, found.steps, *found.depths)):
         return
     yield from (x[0] for x in _priced(found, gpu) if not isinstance(x, str))
 
@@ -138,7 +138,7 @@ def carried(c: Chain, gpu: Gpu) -> int:
     way = next(arrangements(c, gpu), None) if _no_groups(c.kernel, gpu) else None
     blocks = math.prod(chain_groups.outside(c)) * ceil(c.rows.extent, way.rows if way else 2 * ROWS)
     steps: Any = c.steps.extent
-    along: int = c.deep * len(c.sums) + c.width * len(c.outside)
+    along: int = sum(c.deep) + c.width * len(c.outside)
     return 2 * blocks * int(steps) * along * (3 if c.terms > 1 else 1)
 
 
@@ -235,7 +235,7 @@ def _pieces(c: Chain, way: Warps, gpu: Gpu) -> int:
 def nowhere(kernel: l.Kernel, gpu: Gpu) -> bool:
     """Whether a kernel is no chain, or one whose sizes no block has room for: it has no schedule, let alone a plan."""
     c = formed(kernel)
-    if c is None or any(not isinstance(a.extent, int) for a in (*c.kernel.axes, c.steps, c.depth)):
+    if c is None or any(not isinstance(a.extent, int) for a in (*c.kernel.axes, c.steps, *c.depths)):
         return True
     groups = "wgmma" in gpu.features and c.rows.extent > FEW
     tiles = (on_warpgroups(c, gpu, way) for way in chain_groups.arrangements(c, gpu)) if groups else ()

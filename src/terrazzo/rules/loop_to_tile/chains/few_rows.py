@@ -356,7 +356,7 @@ def pinned_frames(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Sched
         return None
     steps = axis_name(c.steps)
     sums = [r for r in accumulators(kernel).values() if isinstance(r, l.Reduce)]
-    alike = {axis_name(a) for r in sums for a in r.axes if a is not c.depth} - {steps}
+    alike = {axis_name(a) for r in sums for a in r.axes if a not in c.depths} - {steps}
     for a in (a for a, _ in schedule.axes if a in alike):
         with about(*schedule.part("", a)):
             raise UserError(
