@@ -1,4 +1,6 @@
-"""Ops that are taken apart at capture: lists of tensors, beside eager, of which none is PyTorch's; frequencies."""
+"""Ops that are taken apart at capture: lists of tensors, beside eager, of which none is PyTorch's; frequencies; the
+gradients of repeated edges.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,22 @@ def test_frequencies_are_compiled(tmp_path: Path) -> None:
     ours = terrazzo.compile(frequencies, x, options=Options(target="interpreter", cache_dir=tmp_path))
     assert not ours.compiled.fallbacks
     assert all(map(torch.equal, ours(x), frequencies(x)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "pad"),
+    [((2, 3, 5), (2, 1)), ((2, 3, 5, 4), (2, 1, 0, 3)), ((2, 3, 5, 4, 3), (1, 2, 3, 0, 2, 2)), ((2, 3, 1), (3, 3))],
+)
+def test_gradients_of_repeated_edges_are_compiled(shape: Any, pad: Any, tmp_path: Path) -> None:
+    def gradient(x: Any, y: Any) -> Any:
+        padded = torch.nn.functional.pad(x, pad, mode="replicate")
+        return torch.func.vjp(lambda x: torch.nn.functional.pad(x, pad, mode="replicate"), x)[1](padded * y)[0]
+
+    torch.manual_seed(0)
+    given = torch.randn(shape), torch.randn(())
+    ours = terrazzo.compile(gradient, *given, options=Options(target="interpreter", cache_dir=tmp_path))
+    assert not ours.compiled.fallbacks
+    torch.testing.assert_close(ours(*given), gradient(*given))
 
 
 def test_every_overload_is_known() -> None:

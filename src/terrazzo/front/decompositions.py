@@ -62,6 +62,8 @@ def _table() -> dict[Any, Any]:
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     found.update({op: looking.ctc_loss_backward(op) for op in backward})
     found[aten.convolution_backward.default] = _gradients_apart
+    edges = (aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward)
+    found.update({packet.default: _to_the_edges for packet in edges})
     found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
     return one_type.asked(in_rows.laid(mixed_norms.widened(found)))
 
@@ -148,6 +150,27 @@ def _det(x: Any) -> Any:
         return NotImplemented
     factors, pivots, diagonal, sign = _factors(x)
     return sign * diagonal.prod(-1), factors, pivots
+
+
+def _to_the_edges(grad: Any, x: Any, pad: Any) -> Any:
+    """The gradient of an image whose edges were repeated: what lies beyond an edge is added to it, in 32 bits at least.
+    Images that were cropped are left to PyTorch.
+    """
+    import torch
+
+    if min(pad) < 0:
+        return NotImplemented
+    out = grad.float() if grad.dtype.itemsize == 2 else grad
+    for k, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.dim() - 1 - k
+        last = x.shape[dim] - 1
+        inside = out.narrow(dim, before, last + 1)
+        for count, first, at in ((before, 0, 0), (behind, before + last + 1, last)):
+            if count:
+                beyond = out.narrow(dim, first, count).sum(dim, keepdim=True)
+                inside = inside + torch.constant_pad_nd(beyond, (*(0, 0) * k, at, last - at))
+        out = inside
+    return out.to(grad.dtype)
 
 
 def _gradients_apart(grad: Any, x: Any, w: Any, sizes: Any, *args: Any) -> Any:
