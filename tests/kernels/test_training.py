@@ -24,6 +24,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.fusion import again
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 from terrazzo.rules.loop_to_tile.estimate import work
 
 ONE = (1, 2, 128, 64)
@@ -126,6 +127,15 @@ def test_values_may_be_wider_or_narrower_than_keys(
     assert not [b for s in steps for b in s.writes if b.type.numel >= 2 * 128 * 128]
     assert len([x for p in plans(found, Product) for x in p.sites]) >= 6
     close(found, gradients(causal), args)
+
+
+def test_in_32_bits_sums_of_other_lengths_are_in_no_chain() -> None:
+    """Steps of parts have one site for all sums inside, so none is tried that has these."""
+    args = tensors(*((1, 8, 1024, width) for width in (32, 32, 64, 64)), dtype=torch.float32)
+    found = lowered(gradients(causal), args, "sm_90a")
+    chained = [c for s in found.lowering.loop.steps if isinstance(s, l.Kernel) and (c := chain(s))]
+    assert chained and all(len({*c.depths}) == 1 for c in chained)
+    assert not [e for e in found.lowering.log.events if "contractions over the same axes only" in e.reason]
 
 
 def test_steps_that_a_mask_hides_are_not_visited() -> None:

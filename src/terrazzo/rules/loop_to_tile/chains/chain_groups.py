@@ -239,7 +239,7 @@ def _of_parts(c: Chain, gpu: Gpu) -> Iterator[Groups]:
     """With sums of several terms, whose steps take long: one warpgroup multiplies while another finds weights. Sums of
     a step are registers beside those of the tile, and so are parts of weights.
     """
-    if c.others or c.rounds:
+    if c.others or c.rounds or len({*c.depths}) > 1:  # the sums inside are one site
         return
     across = 1 if c.width <= WIDE or c.width % (2 * 16) else 2
     parts_of, width = len(c.read(c.outer)), c.width // 2 // across
