@@ -31,7 +31,7 @@ class Warpgroups:
     blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
     parts; these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
     The cache `keeps` an operand of so many bytes until it is read again. A row of a slab beyond the end of an operand
-    takes `empty`, where the slab has many. One warpgroup that multiplies in a block reaches `one` of the rate.
+    takes `empty`, where the slab has many. One warpgroup that multiplies tile after tile reaches `one` of the rate.
     """
 
     rate: float
@@ -135,8 +135,8 @@ a tile took 51 us and two 47 (benchmarks/fits/h200-few.json); it loses 2.2 % in 
 in those 461 2.1 (2.0). `turns` is fitted to 166 schedules of 36 products (benchmarks/fits/h200-turns.json), by how much
 is lost where it chooses: 0.7 %, and 2.8 % with `start` in its place. `parts_memory` is an estimate: what was chosen for
 128 rows read 2.1 to 2.7 TB/s. `keeps`, `empty` and `one` are of 54 schedules of three products whose rows fill no
-tiles (benchmarks/fits/h200-rows.json): what is chosen of these takes 8 % longer than the fastest (29 before), of
-h200-shared.json 1.4 (1.7), of h200-tiles.json 1.0 as before, of h200-order.json 1.2 (1.5).
+tiles (benchmarks/fits/h200-rows.json): what is chosen of these takes 9 % longer than the fastest (29 before), of
+h200-shared.json 1.7 as before, of h200-tiles.json 1.0, of h200-order.json 1.2 (1.5).
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

@@ -89,7 +89,6 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
     rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
-    rate *= has.one if work.alone and not (work.parts or work.turns) else 1
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate
@@ -98,6 +97,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
     begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
+    one = has.one if work.alone and not (work.parts or work.turns) else 1.0
 
     def time(tiles: int, steps: int, readers: float) -> float:
         at_once = tiles if tiles < walkers else walkers
@@ -106,7 +106,8 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         if work.parts:
             waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
         making = work.made + multiplying if work.made else 0.0
-        step = max(arithmetic, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
+        multiplied = arithmetic / (one if tiles > walkers else 1.0)
+        step = max(multiplied, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         beyond = max(work.beyond / gpu.memory, work.empty * has.empty * steps)
