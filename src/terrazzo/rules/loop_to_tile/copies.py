@@ -21,6 +21,7 @@ from terrazzo.rules.loop.cost import Rates
 from terrazzo.rules.loop.memory.divided import divide
 from terrazzo.rules.loop.memory.in_windows import WORTH, Price, in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use, kernels_in_order
+from terrazzo.rules.loop_to_tile.estimate import work
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart
 
 PASS = "schedule"
@@ -39,7 +40,8 @@ def copies_in_windows(
 ) -> tile.Program:
     """`done`, the schedules of a program, with what stores more than that did, and those that read it, in windows where
     this lowers what is in use for as little time as it does elsewhere. A copy whose points were made one axis has an
-    axis for each of their digits first: windows are of one of these, such as images.
+    axis for each of their digits first: windows are of one of these, such as images. Images that are turned are copies
+    in eager mode, too, and stay whole.
     """
     before = {*given.steps}
     p = done.loop
@@ -47,7 +49,7 @@ def copies_in_windows(
     apart: dict[Any, l.Kernel] = {s: x for s in copies if (x := digits_apart(s)) is not s and collapse(x) is s}
     whole = l.Program(p.name, p.inputs, tuple(apart.get(s, s) for s in p.steps), p.results)
     told = Log(applications=None if log.applications is None else [])
-    lean = in_windows(whole, told, price, lambda maker: maker not in before, worth, PASS)
+    lean = in_windows(whole, told, price, lambda maker: maker not in before and not _turned(maker), worth, PASS)
     if lean is whole:
         return done
     for s, x in apart.items():
@@ -67,6 +69,12 @@ def makers_divided(done: tile.Program, log: Log, rates: Rates, schedule: Schedul
             break
         done = kernels_in_order(divided, log, PASS)
     return done
+
+
+def _turned(maker: l.Kernel) -> bool:
+    """Whether a kernel stores no more than it reads, as one does that stores it in another order."""
+    touched = work(maker)[1]
+    return sum(touched[b] for b in {*maker.writes}) <= sum(touched[b] for b in {*maker.reads})
 
 
 def _again(done: tile.Program, lean: l.Program, log: Log, told: Log, schedule: Scheduled) -> tile.Program:
