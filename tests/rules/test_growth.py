@@ -151,6 +151,7 @@ def test_work_grows_no_faster_than_programs(
     counts = []
     for n in (12, 48):
         derive._written.cache_clear()
+        product_candidates.best.cache_clear()
         verify._misfit.cache_clear()
         work.clear()
         lowering(parse(program(n)), Options(target=target))
