@@ -108,8 +108,7 @@ H200 = Warpgroups(
     gathered=20.6, emptied=230.0, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0,
     states=6.8, flying=36000.0, read=18.0, after=120.0, crowd=1.95, straddling=(1.5, 2.17), meeting=600.0,
     sharing=0.006, given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0,
-    parts_states=2.0, parts_meeting=1000.0, banks=218.0, keeps=32e6, empty=1.2,
-    one=0.9,
+    parts_states=2.0, parts_meeting=1000.0, banks=218.0, keeps=32e6, empty=1.2, one=0.9,
 )  # fmt: skip
 """Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
 that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where

@@ -289,7 +289,7 @@ def work(kernel: l.Kernel) -> tuple[int, dict[l.Buffer, int]]:
                 case l.Store():
                     written[s.buffer] = max(written.get(s.buffer, 0), min(points, _size(s.buffer, points)))
                 case n.Loop():
-                    walk(s.body, points * _product(s.axes))
+                    walk(s.body, points * _points(s.axes))
 
     walk(n.nest(kernel), 1)
     touched = {b: min(sum(x.points for x in found), _around(b, found)) for b, found in read.items()}
@@ -311,7 +311,7 @@ def _read(load: l.Load, points: int) -> _Read:
         low, high = bounds(e)
         last = size - 1 if isinstance(size, int) else points
         places.append((max(low or 0, 0), min(last, high if high is not None else last)))
-    return _Read(min(points, _product(load.free)), tuple(places))
+    return _Read(min(points, _points(load.free)), tuple(places))
 
 
 def _around(buffer: l.Buffer, found: Sequence[_Read]) -> int:
@@ -326,7 +326,7 @@ def _size(buffer: l.Buffer, otherwise: int) -> int:
     return buffer.type.numel if isinstance(buffer.type.numel, int) else otherwise
 
 
-def _product(axes: Iterable[Any]) -> int:
+def _points(axes: Iterable[Any]) -> int:
     """How many points axes have; an extent that is not known counts as 1."""
     return math.prod(a.extent for a in axes if isinstance(a.extent, int))
 
@@ -339,7 +339,7 @@ digamma 475 us (22 November 2026), and by this 342, 812 and 306.
 
 def _in_double(kernel: l.Kernel) -> float:
     """What its operations in float64 outside of loops over steps are worth in float32."""
-    points = math.prod(a.extent for a in kernel.axes if isinstance(a.extent, int))
+    points = _points(kernel.axes)
     terms = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Apply) and not is_cast(x.fn)]
     mine = [x for x in terms if x.free and x.free <= set(kernel.axes) and getattr(x.args[-1], "dtype", None) is f64]
     return DOUBLE * points * sum(x.fn.cost for x in mine)
@@ -355,7 +355,7 @@ def _loaded(kernel: l.Kernel) -> int:
             if isinstance(s, n.Let) and isinstance(s.term, l.Load):
                 total += points * s.term.buffer.type.dtype.size
             elif isinstance(s, n.Loop):
-                walk(s.body, points * math.prod(a.extent if isinstance(a.extent, int) else 1 for a in s.axes))
+                walk(s.body, points * _points(s.axes))
 
     walk(n.nest(kernel), 1)
     return total

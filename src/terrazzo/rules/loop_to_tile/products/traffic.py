@@ -25,28 +25,30 @@ def alone(p: Product, tile: Tile, gpu: Gpu, pieces: int = 1) -> bool:
     return clusters(p, tile) * tile.blocks * pieces <= gpu.processors // 2
 
 
-def fetched(p: Product, tile: Tile, has: Warpgroups, alone: bool) -> float:
-    """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need."""
+def fetched(p: Product, tile: Tile, has: Warpgroups, few: bool) -> float:
+    """Bytes of all operands that a block fetches for a step; blocks of a cluster fetch halves of what both need. Lines
+    that rows straddle take less where blocks are so `few` that they are `alone`.
+    """
     found = 0.0
     for x in facts_of(p).sources:
         shared = tile.split is not None and tile.split not in x.free
         size: int = (tile.m if tile.rows in x.free else tile.n) * tile.k * x.size
-        found += size / (2 if shared else 1) * (has.straddling[not alone] if x.straddles else 1)
+        found += size / (2 if shared else 1) * (has.straddling[not few] if x.straddles else 1)
     return found
 
 
-def readers(tile: Tile, clusters: float) -> float:
+def readers(tile: Tile, at_once: float) -> float:
     """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
     lie in as many rows of tiles as a group has, or fewer.
     """
     most, rows = tile.group
-    return min(clusters, most) / rows
+    return min(at_once, most) / rows
 
 
 def again(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes that memory is asked for again: of the operand along which tiles are walked, where the cache does not keep
     it, for each group of those that are walked together, or for as many as all blocks work on. A gated layer of 2309
-    rows walked one by one read 100 MB of weights 18 times, and took 671 us for 414 (H200).
+    rows walked one by one read 100 MB of weights 18 times, and took 671 us, and 414 in another run and order (H200).
     """
     (outer, inner), together = groups_of(p, tile, gpu)
     rows, columns = (ceil(a.extent, tile.covered(a)) for a in (outer, inner))

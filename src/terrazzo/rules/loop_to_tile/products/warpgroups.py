@@ -283,7 +283,7 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=result_rate(p, tile, gpu, has) * tile.parts,
-        least=facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has),
+        least=_least(p, tile, gpu, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
@@ -300,13 +300,18 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
     )  # fmt: skip
 
 
+def _least(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
+    """Bytes that memory brings and takes: each once, and what it is asked for again."""
+    return facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has)
+
+
 def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
     """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
     return alone._replace(
         tiles=traffic.clusters(p, tile),
         blocks=tile.blocks,
         fetched=traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)),
-        least=facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has),
+        least=_least(p, tile, gpu, has),
         readers=traffic.readers(tile, gpu.processors // tile.blocks),
         beyond=traffic.beyond(p, tile),
         empty=traffic.empty(tile),
