@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,13 @@ import torch.nn.functional as F
 from terrazzo.bench.choice import choices
 from terrazzo.bench.gpu_report import SHAPES, shape_rows
 from terrazzo.front.capture import capture
-from terrazzo.hw.gpu import gpu
-from terrazzo.ir.sites import product
+from terrazzo.hw.gpu import Gpu, gpu
+from terrazzo.ir.sites import Product, product
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
-from terrazzo.rules.loop_to_tile.products import warpgroups
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import GROUPS
+from terrazzo.rules.loop_to_tile.products import traffic, warpgroups
+from terrazzo.rules.loop_to_tile.products.traffic import Walk
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import Tile
 
 FITS = Path(__file__).parents[2] / "benchmarks" / "fits"
 RECORD = FITS / "h200-tiles.json"
@@ -37,32 +37,39 @@ def test_the_model_chooses_nearly_the_fastest(tmp_path: Path) -> None:
     assert max(c.lost for c in found) <= 1.2
 
 
-def test_the_model_chooses_nearly_the_fastest_of_small_products(tmp_path: Path) -> None:
-    """Of which subtiles of few columns take long to leave, as far as they are walked now as they were."""
-    cases = json.loads((FITS / "h100-small.json").read_text())["cases"]
-    few = tmp_path / "walked.json"
-    few.write_text(json.dumps({"cases": [c for c in cases if walked(c) == walked(c, (8, 4, 2, 1))]}))
-    found = choices(few, gpu("sm_90a"))
-    assert len(found) == 11 and max(c.lost for c in found) <= 1.08
-    assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.02
+def test_the_model_chooses_nearly_the_fastest_of_small_products() -> None:
+    """Of which subtiles of few columns take long to leave; those of an H100, to which nothing is fitted."""
+    found = choices(FITS / "h100-small.json", gpu("sm_90a"))
+    assert len(found) == 11 and max(c.lost for c in found) <= 1.25
+    assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.04
 
 
 def test_the_model_chooses_nearly_the_fastest_where_tiles_hardly_fill_the_machine(tmp_path: Path) -> None:
-    """Of those that end beyond what they cover, or whose rows begin anywhere, as they are walked now."""
+    """Of those that end beyond what they cover, or whose rows begin anywhere."""
     cases = json.loads((FITS / "h200-order.json").read_text())["cases"]
-    few = tmp_path / "walked.json"
-    few.write_text(json.dumps({"cases": [c for c in cases if "slots" not in c and walked(c) == c["together"]]}))
+    few = tmp_path / "whole.json"
+    few.write_text(json.dumps({"cases": [c for c in cases if "slots" not in c]}))
     found = choices(few, gpu("sm_90a"))
     assert len(found) == 11 and max(c.lost for c in found) <= 1.08
     assert math.exp(sum(math.log(c.lost) for c in found) / len(found)) <= 1.02
 
 
-def walked(case: dict[str, Any], groups: Sequence[int] = GROUPS) -> int:
-    """How many rows of tiles are walked together."""
-    size = case["tile"][1 if case["turned"] else 0]
-    pairs = case["cluster"] == ("columns" if case["turned"] else "rows")
-    rows = -(-case["m"] // (2 * size if pairs else size))
-    return next(g for g in groups if rows % g == 0)
+def test_tiles_are_walked_nearly_in_the_fastest_order() -> None:
+    """Those of nine products, each in all orders that there are: what is chosen takes 1.3 % longer than the fastest."""
+    by: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    for c in json.loads((FITS / "h200-walks.json").read_text())["cases"]:
+        by.setdefault((c["kind"], c["m"], c["k"], c["n"], c["what"]), {})[c["outer"], c["together"]] = c["us"]
+    lost = []
+    for kind, m, k, n in dict.fromkeys(key[:4] for key in by):
+        p = product_of(kind, m, k, n)
+        for plan in warpgroups.plans(p, gpu("sm_90a")):
+            times = by.get((kind, m, k, n, str(plan).split(": ")[0]), {})
+            way = traffic.walk(p, plan.tile, gpu("sm_90a"))
+            mine = times.get(("rows" if way.outer is p.m else "columns", way.together))
+            if plan.pieces == 1 and mine is not None and len(times) > 2:
+                lost.append(mine / min(times.values()))
+    assert len(lost) >= 60 and max(lost) <= 1.15
+    assert math.exp(sum(map(math.log, lost)) / len(lost)) <= 1.02
 
 
 def test_shapes_are_a_row_for_each_group() -> None:
@@ -77,19 +84,35 @@ def test_shapes_are_a_row_for_each_group() -> None:
 
 
 def test_the_model_chooses_nearly_the_fastest_of_rows_that_fill_no_tiles() -> None:
-    """1025 rows of a linear layer, 1288 and 2309 of gated ones; those in one piece of k."""
+    """1025 rows of a linear layer, 1288 and 2309 of gated ones; those in one piece of k, in the order of then."""
     cases = json.loads((FITS / "h200-rows.json").read_text())["cases"]
     lost = []
-    for m, k, n in sorted({(c["m"], c["k"], c["n"]) for c in cases}):
+    for kind, m, k, n in dict.fromkeys((c["kind"], c["m"], c["k"], c["n"]) for c in cases):
         mine = [c for c in cases if (c["m"], c["k"], c["n"]) == (m, k, n)]
-        fn = F.linear if mine[0]["kind"] == "linear" else lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v)
-        (p,) = (product(s) for s in on_meta(fn, (m, k), *[(n, k)] * (1 if fn is F.linear else 2)))
-        assert p is not None
-        times = {str(x).split(": ")[0]: x.time for x in warpgroups.plans(p, gpu("sm_90a")) if x.pieces == 1}
+        plans = warpgroups.plans(product_of(kind, m, k, n), gpu("sm_90a"), walked)
+        times = {str(x).split(": ")[0]: x.time for x in plans if x.pieces == 1}
         known = [(times[c["what"]], c["us"]) for c in mine if c["what"] in times]
         assert len(known) >= 11
         lost.append(min(known)[1] / min(us for _, us in known))
-    assert max(lost) <= 1.2 and math.exp(sum(map(math.log, lost)) / len(lost)) <= 1.12
+    assert max(lost) <= 1.2 and math.exp(sum(map(math.log, lost)) / len(lost)) <= 1.06
+
+
+def walked(p: Product, tile: Tile, gpu: Gpu) -> Walk:
+    """In groups of rows, or of columns where these have groups and rows have none."""
+    rows, columns = (-(-a.extent // tile.covered(a)) for a in (p.m, p.n))
+    together, beside = (next(g for g in (8, 4, 7, 6, 5, 2, 1) if n % g == 0) for n in (rows, columns))
+    if rows * columns > gpu.processors // tile.blocks and together <= 2 < beside and together < rows:
+        return Walk(p.n, p.m, beside)
+    return Walk(p.m, p.n, together)
+
+
+def product_of(kind: str, m: int, k: int, n: int) -> Product:
+    """The product of a linear or gated layer in bf16."""
+    gated = kind != "linear"
+    fn = (lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v)) if gated else F.linear
+    (p,) = (product(s) for s in on_meta(fn, (m, k), *[(n, k)] * (1 + gated)))
+    assert p is not None
+    return p
 
 
 def on_meta(fn: Any, *shapes: tuple[int, int]) -> tuple[Any, ...]:

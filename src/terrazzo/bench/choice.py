@@ -17,6 +17,9 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.products import products, warpgroups
 from terrazzo.rules.loop_to_tile.products.forms import merged
+from terrazzo.rules.loop_to_tile.products.traffic import Walk
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import Tile
+from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
 Key = tuple[Any, ...]
 """What a measurement says of a plan."""
@@ -46,11 +49,12 @@ def choices(record: Path, gpu: Gpu) -> list[Choice]:
     measured: dict[tuple[int, int, int], list[Mapping[str, Any]]] = {}
     for case in json.loads(record.read_text())["cases"]:
         measured.setdefault((case["m"], case["k"], case["n"]), []).append(case)
-    return [_choice(shape, cases, dict(_times(_linear(*shape, gpu), gpu))) for shape, cases in measured.items()]
+    return [_choice(shape, cases, _linear(*shape, gpu), gpu) for shape, cases in measured.items()]
 
 
-def _choice(shape: tuple[int, int, int], cases: list[Mapping[str, Any]], times: Mapping[Key, float]) -> Choice:
-    known = [(times[_key(c)], c["us"]) for c in cases if _key(c) in times]
+def _choice(shape: tuple[int, int, int], cases: list[Mapping[str, Any]], p: Product, gpu: Gpu) -> Choice:
+    times = {g: dict(_times(p, gpu, g)) for g in dict.fromkeys(c.get("together", 0) for c in cases)}
+    known = [(mine[_key(c)], c["us"]) for c in cases if _key(c) in (mine := times[c.get("together", 0)])]
     best = min(us for _, us in known)
     near = [math.log(us / time) ** 2 for time, us in known if us <= 1.5 * best]
     off = math.exp(math.sqrt(sum(near) / len(near))) - 1
@@ -64,9 +68,16 @@ def _key(case: Mapping[str, Any]) -> Key:
     return tuple(case["tile"]), case["groups"], case["turned"], case["cluster"], case["pieces"], share
 
 
-def _times(p: Product, gpu: Gpu) -> Iterator[tuple[Key, float]]:
-    """The microseconds that the model gives every plan of a product."""
-    for plan in warpgroups.plans(p, gpu):
+def _times(p: Product, gpu: Gpu, together: int) -> Iterator[tuple[Key, float]]:
+    """The microseconds that the model gives every plan of a product, so many rows of whose tiles are walked together,
+    or, for 0, as many as were when that was no choice.
+    """
+
+    def walk(p: Product, tile: Tile, gpu: Gpu) -> Walk:
+        rows = ceil(p.m.extent, tile.covered(p.m))
+        return Walk(p.m, p.n, together or next(g for g in (8, 4, 2, 1) if rows % g == 0))
+
+    for plan in warpgroups.plans(p, gpu, walk):
         t = plan.tile
         split = "" if t.split is None else "rows" if t.split is t.rows else "columns"
         yield ((t.m, t.n, t.k), t.groups, t.rows is not p.m, split, plan.pieces, t.share), plan.time / 1e3

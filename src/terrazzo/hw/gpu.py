@@ -14,29 +14,28 @@ from terrazzo.errors import UserError
 class Warpgroups:
     """What products by warpgroups reach, with operands by TMA. Nanoseconds, and bytes or operations in one.
 
-    `rate` is that of the whole machine on 16-bit operands with the widest instruction; one of n columns has n / (n +
-    `start`) of it, or n / (n + `turns`) where warpgroups take turns; `parts` are the two numbers where factors are
-    parts of numbers, of which each slab is multiplied several times. A step takes `step` besides, and a slab `latency`
-    until it has come; `shared` is what a processor fetches from the cache at most, `cache` all of them together.
-    Results leave a block at `gathered` through shared memory in boxes, and for each subtile more than those of 64
-    columns would be takes `emptied` until a slot is free; at `rows` where threads take them from there one by one, and
-    at `direct` from registers. A kernel takes `fill` until its first step, one of clusters `cluster` more, and one of
-    partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes must be on
-    their way in a processor for its share of the memory's rate. A step of blocks that all fetch the same rows takes
-    `crowd` for each of them, since one slice of the cache serves a row, and rows that begin anywhere in its lines take
-    `straddling` times as long: where no more than every other processor fetches, and otherwise, since two processors
-    share their way to the cache. Blocks of a cluster that share sums take `meeting` until all have theirs, and a block
-    then gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what
-    they fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
-    blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
-    parts; these come from memory at `parts_memory`. Of its shared memory a processor reads and writes `banks` bytes.
-    The cache `keeps` an operand of so many bytes until it is read again. A row of a slab beyond the end of an operand
-    takes `empty`, where the slab has many. One warpgroup that multiplies tile after tile reaches `one` of the rate.
+    `rate` is that of the whole machine on 16-bit operands, and `sustained` that at the limit of power; one warpgroup
+    that multiplies alone, with instructions of n columns, has n / (n + `single`) of it; `parts` are two such numbers
+    where factors are parts of numbers, of which each slab is multiplied several times. A step takes `step` besides, and
+    a slab `latency` until it has come; `shared` is what comes into a processor at most, `banks` what its shared memory
+    is read and written at, and `cache` what leaves the cache for all of them. Results leave a block at `gathered`
+    through shared memory in boxes, and for each subtile more than those of 64 columns would be takes `emptied` until a
+    slot is free; at `rows` where threads take them from there one by one, and at `direct` from registers. A kernel
+    takes `fill` until its first step, one of clusters `cluster` more, and one of partial sums `part` more and `states`
+    times as long for these as the cache would need. `flying` bytes must be on their way in a processor for its share of
+    the memory's rate. Rows that begin anywhere in the cache's lines take `straddling` times as long: where no more than
+    every other processor fetches, and otherwise, since two processors share their way to the cache. Blocks of a cluster
+    that share sums take `meeting` until all have theirs, and a block then gives and takes `given` bytes; for each
+    beyond two of them everything takes `sharing` of its time more; of what they fetch more than once of the larger
+    operand, all take `again` bytes; `clusters` has how many clusters of so many blocks run at once. `parts_states` and
+    `parts_meeting` are in the places of `states` and `meeting` where factors are parts; these come from memory at
+    `parts_memory`. The cache `keeps` an operand of so many bytes until it is read again. A row of a slab beyond the end
+    of an operand takes `empty`, where the slab has many.
     """
 
     rate: float
-    start: float
-    turns: float
+    sustained: float
+    single: float
     parts: tuple[float, float]
     step: float
     latency: float
@@ -53,7 +52,6 @@ class Warpgroups:
     flying: float
     read: float
     after: float
-    crowd: float = 0.0
     straddling: tuple[float, float] = (1.0, 1.0)
     meeting: float = 0.0
     sharing: float = 0.0
@@ -66,7 +64,6 @@ class Warpgroups:
     banks: float = math.inf
     keeps: float = math.inf
     empty: float = 0.0
-    one: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -104,38 +101,32 @@ class Gpu:
 
 
 H200 = Warpgroups(
-    rate=830000, start=38.0, turns=30.0, parts=(930000, 26.0), step=17.0, latency=920.0, shared=144.0, cache=14000.0,
-    gathered=20.6, emptied=230.0, rows=18.0, direct=30.0, fill=1260.0, cluster=1070.0, part=1370.0,
-    states=6.8, flying=36000.0, read=18.0, after=120.0, crowd=1.95, straddling=(1.5, 2.17), meeting=600.0,
-    sharing=0.006, given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0,
-    parts_states=2.0, parts_meeting=1000.0, banks=218.0, keeps=32e6, empty=1.2, one=0.9,
+    rate=1027000, sustained=830000, single=13.0, parts=(930000, 26.0), step=6.0, latency=975.0, shared=122.0,
+    cache=12000.0, gathered=53.0, emptied=90.0, rows=47.0, direct=78.0, fill=1260.0, cluster=690.0, part=1370.0,
+    states=6.8, flying=52000.0, read=18.0, after=120.0, straddling=(1.5, 2.17), meeting=600.0, sharing=0.006,
+    given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0, parts_states=2.0,
+    parts_meeting=1000.0, banks=243.0, keeps=32e6, empty=0.55,
 )  # fmt: skip
-"""Fitted to the times of 2,238 schedules of 79 products of bf16 (benchmarks/fits/h200-tiles.json), and to those of 118
-that an earlier model had chosen for some of them (not kept), by how far they were off and by how much was lost where
-they chose; docs/performance.md has what is. `rate`, `shared`, `cache` and the memory's rate were held. `rows` is an
-estimate. `read` and `after` are of three products each, with a residual or GELU beside bias and ReLU (22 November
-2026): 13 to 21 bytes, where one took nothing, and 65 to 235 operations. `meeting`, `given` and `again` were fitted to
-how much is lost by what is chosen of 461 schedules of 34 products, of which 176 share sums
+"""What a machine of 1.9 GHz does by its data sheet: `rate`, `banks` (128 bytes a clock) and `shared` (64). The others
+are fitted to 4,238 schedules of 150 products of bf16 (benchmarks/fits: h200-tiles, h200-shared, h200-order, h200-rows,
+h200-walks, h200-turns, and 283 candidates that were not kept), by how far they are off and by how much is lost where
+they choose: 1.5 % of h200-tiles.json, 1.2 of h200-shared.json, 1.8 of h200-order.json, 4 of h200-rows.json, 1.4 of
+h200-turns.json, and 3.7 of h100-small.json, which was not fitted to. What takes most of a step is no maximum but what
+several things take that go on at once (TOGETHER). `sustained`, and what power costs beyond it (POWER), are what long
+products reach. `rows` is an estimate. `read` and `after` are of three products each, with a residual or GELU beside
+bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235 operations. `meeting`, `given`
+and `again` were fitted to how much is lost by what is chosen of 461 schedules of 34 products, of which 176 share sums
 (benchmarks/fits/h200-shared.json): the good ones of these take 10 % longer than the model says. The first number of
 `straddling` is of 159 schedules of eleven products whose tiles hardly fill the machine
 (benchmarks/fits/h200-order.json): 300 x 1000 x 1000 took 5.4 us in 64 tiles of 64 x 80, and 6.2 in 80 of 64 x 64; 320 x
 1024 x 1024 4.2 and 4.1. So is that what boxes bring from beyond the ends of operands takes as long as memory needs for
 as much, whatever else is done: with 0, 32 and 48 of 448 rows beyond the end tiles of 64 x 224 took 7.9, 8.4 and 9.4 us.
-What is chosen of these takes 1.6 % longer than the fastest (3.8 before), of h100-small.json 0.1 (5.5), of eight
-products of h100-odd.json 0.4 (8.1), each without tiles that would be walked in another order now. `clusters` is what
-the driver says of blocks with 200,000 bytes of shared memory. `parts` and `parts_states` are fitted to 182 measurements
-of 20 products (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known for sure in which
-tile they ran. `banks`, 128 bytes a clock, and `parts_meeting` are held against 56 schedules of six small products
-(H100, benchmarks/fits/h100-halves.json), those in two launches: 13 % off, 33 without `banks` and with 5000; 2.4 % is
-lost where they choose, 17 was. `emptied` is fitted by how much is lost by what is chosen of 143 schedules of eleven
-small products in bf16 (H100, benchmarks/fits/h100-small.json), 1 % for 5.5 without, and of those of h200-tiles.json and
-h200-shared.json, 1.3 and 1.7 for 1.5 and 2.1. `sharing` is of one product, 128 x 18944 x 3584, of which eight blocks to
-a tile took 51 us and two 47 (benchmarks/fits/h200-few.json); it loses 2.2 % in the products there, 2.6 without it, and
-in those 461 2.1 (2.0). `turns` is fitted to 166 schedules of 36 products (benchmarks/fits/h200-turns.json), by how much
-is lost where it chooses: 0.7 %, and 2.8 % with `start` in its place. `parts_memory` is an estimate: what was chosen for
-128 rows read 2.1 to 2.7 TB/s. `keeps`, `empty` and `one` are of 54 schedules of three products whose rows fill no
-tiles (benchmarks/fits/h200-rows.json): what is chosen of these takes 9 % longer than the fastest (29 before), of
-h200-shared.json 1.7 as before, of h200-tiles.json 1.0, of h200-order.json 1.2 (1.5).
+`clusters` is what the driver says of blocks with 200,000 bytes of shared memory. `parts` and `parts_states` are fitted
+to 182 measurements of 20 products (benchmarks/fits/h200-parts-tiles.json); of those in several pieces it is not known
+for sure in which tile they ran. `parts_meeting` is held against 56 schedules of six small products (H100,
+benchmarks/fits/h100-halves.json), those in two launches. `sharing` is of one product, 128 x 18944 x 3584, of which
+eight blocks to a tile took 51 us and two 47 (benchmarks/fits/h200-few.json). `parts_memory` is an estimate: what was
+chosen for 128 rows read 2.1 to 2.7 TB/s.
 """
 
 # Those of sm_90a were measured on an H200; the others are estimates from data sheets.

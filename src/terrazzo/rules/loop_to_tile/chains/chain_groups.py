@@ -303,7 +303,7 @@ def price(way: Groups, c: Chain, gpu: Gpu, steps: Sequence[int]) -> float:
     """
     width = c.width // way.blocks_across
     assert gpu.warpgroups is not None
-    rate = gpu.warpgroups.rate / gpu.processors
+    rate = gpu.warpgroups.sustained / gpu.processors
     deep = sum(c.deep), width * len(c.outside)
     inner, outer = (2 * way.count * ROWS * way.step * n * c.terms / rate for n in deep)
     inner *= max(1.0, (ROWS + way.step) / (2 * way.step))

@@ -109,7 +109,7 @@ def _no_groups(kernel: l.Kernel, gpu: Gpu) -> bool:
 def rate(c: Chain, gpu: Gpu) -> float:
     """Operations per nanosecond of the instructions of a chain, or 0 where there are none for its types."""
     if gpu.warpgroups is not None:
-        return gpu.warpgroups.rate
+        return gpu.warpgroups.sustained
     return 0.0 if nowhere(c.kernel, gpu) else gpu.tensor
 
 

@@ -30,13 +30,15 @@ from terrazzo.rules.loop_to_tile.products.packed import even
 from terrazzo.rules.loop_to_tile.products.results import CACHED, PARTLY, SCATTERED, STRADDLED, WORD, results, scatter
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import ACCUMULATORS, PROMOTED, ROWS, longest_step
 from terrazzo.rules.loop_to_tile.products.warpgroups import REGISTERS, SLOTS, after, promotion
-from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts
+from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of, lasts, powered
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
+APART = 0.44
+"""Of what a block fetches, what leaves the cache for it: blocks that work side by side share the rest."""
 LONGEST = 256
 """Elements along a side of a box, at most."""
 MOST, ALIKE = 8, 2
@@ -268,6 +270,9 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         steps=math.prod(a.extent for a in x.taps) * ceil(x.depth.extent, x.step),
         fetched=_held(x, tile),
         held=_held(x, tile),
+        leaving=_held(x, tile) * APART,
+        read=x.image.dtype.size * facts_of(p).terms * tile.groups * (ROWS + tile.n) * x.step,
+        alone=tile.groups == 1,
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
         rate=min(has.gathered, row / ROW) if (row := x.gathered(tile)) else _direct(x, gpu, has),
@@ -277,8 +282,9 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         after=after(p, tile.m * tile.n, has) + _scattered(x, tile) * min(gpu.processors, tiles) / tiles,
         parts=promoted and x.step == STEP,
         brought=_brought(x, tile),
+        drawn=0.0 if promoted else _held(x, tile),
     )  # fmt: skip
-    return lasts(work, gpu)
+    return max(lasts(work, gpu), powered(work, gpu))
 
 
 def _brought(x: Moved, tile: Tile) -> float:

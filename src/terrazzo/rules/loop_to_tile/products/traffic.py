@@ -4,14 +4,57 @@ the same, and what is fetched for nothing.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 from terrazzo.hw.gpu import Gpu, Warpgroups
 from terrazzo.ir.sites import Product
-from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import Tile, groups_of
+from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import Tile, steps
 from terrazzo.rules.loop_to_tile.products.work import facts_of
 from terrazzo.rules.loop_to_tile.walked.threads import ceil
 
 FREE = 32
 """Rows of a slab beyond the end of an operand that are brought beside others."""
+NEAR = 32
+"""Blocks that get the same lines from the cache by one request: as many that follow each other work side by side, on
+processors that have one way to it. What comes to both blocks of a cluster at once is asked for by each cluster. Of 725
+schedules of nine products in all orders (benchmarks/fits/h200-walks.json) 24 to 40 explain most.
+"""
+TOGETHER = 16
+"""Tiles of an axis that are walked together, at most."""
+
+
+class Walk(NamedTuple):
+    """The order in which a product's tiles are walked: so many of the outer axis `together`, along the inner one."""
+
+    outer: Any
+    inner: Any
+    together: int
+
+
+def walk(p: Product, tile: Tile, gpu: Gpu) -> Walk:
+    """The order in which least time goes by for what the cache gives, and memory again: 64 columns by 176 rows of 1370
+    x 4096 x 1024 took 29.2 us where eight tiles of the larger operand were walked together, 24.2 one by one, and in
+    clusters, to both blocks of which that operand comes, 24.4 and 26.7 (H200).
+    """
+    has = gpu.warpgroups
+    assert has is not None
+    deep = math.prod(steps(p, tile)) * tile.blocks * clusters(p, tile)
+
+    def takes(way: Walk) -> float:
+        return leaving(p, tile, way, has, False) * deep / has.cache + again(p, tile, way, gpu, has) / gpu.memory
+
+    return min(_walks(p, tile), key=takes)
+
+
+def _walks(p: Product, tile: Tile) -> Iterator[Walk]:
+    """The orders there are: groups divide the tiles of an axis."""
+    for outer, inner in ((p.m, p.n), (p.n, p.m)):
+        count = ceil(outer.extent, tile.covered(outer))
+        for together in range(min(count, TOGETHER), 0, -1):
+            if count % together == 0:
+                yield Walk(outer, inner, together)
 
 
 def clusters(p: Product, tile: Tile) -> int:
@@ -37,26 +80,47 @@ def fetched(p: Product, tile: Tile, has: Warpgroups, few: bool) -> float:
     return found
 
 
-def readers(tile: Tile, at_once: float) -> float:
-    """How many clusters fetch the same rows of an operand at once where so many work at once: those of one product
-    lie in as many rows of tiles as a group has, or fewer.
-    """
-    most, rows = tile.group
-    return min(at_once, most) / rows
+def leaving(p: Product, tile: Tile, way: Walk, has: Warpgroups, few: bool) -> float:
+    """Bytes that leave the cache for a block and a step, where blocks that are `NEAR` share what they fetch."""
+    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (way.outer, way.inner))
+    near = max(min(NEAR // tile.blocks, rows * columns), 1)
+    group = way.together
+    different = {
+        way.outer: min(rows, min(group, near) * _met(near, group * columns)),
+        way.inner: min(columns, _met(near, group)),
+    }
+    found = 0.0
+    for x in facts_of(p).sources:
+        mine = tile.rows if tile.rows in x.free else tile.columns
+        size = (
+            (tile.m if mine is tile.rows else tile.n)
+            * tile.k
+            * x.size
+            * (has.straddling[not few] if x.straddles else 1)
+        )
+        if tile.split is not None:  # the other operand comes to both blocks at once
+            found += size * (different[mine] if mine is tile.split else near / 2)
+        else:
+            found += size * different[mine]
+    return found / near
 
 
-def again(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
+def _met(near: int, each: int) -> float:
+    """How many rows of so many tiles each are met by so many that follow each other, wherever these begin."""
+    return 1 + (near - math.gcd(near, each)) / each
+
+
+def again(p: Product, tile: Tile, way: Walk, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes that memory is asked for again: of the operand along which tiles are walked, where the cache does not keep
     it, for each group of those that are walked together, or for as many as all blocks work on. A gated layer of 2309
     rows walked one by one read 100 MB of weights 18 times, and took 671 us, and 414 in another run and order (H200).
     """
-    (outer, inner), together = groups_of(p, tile, gpu)
-    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (outer, inner))
+    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (way.outer, way.inner))
     facts = facts_of(p)
-    size = sum(x.bytes for x in facts.sources if inner in x.free)
+    size = sum(x.bytes for x in facts.sources if way.inner in x.free)
     if tile.share > 1 or size <= has.keeps * facts.batch:
         return 0.0
-    passes = ceil(rows, max(together, gpu.processors // tile.blocks // columns))
+    passes = ceil(rows, max(way.together, gpu.processors // tile.blocks // columns))
     return (passes - 1) * size
 
 

@@ -34,14 +34,6 @@ ROWS = 64
 """Rows of an instruction."""
 FEWEST = 16
 """Elements of k that an instruction takes."""
-GROUP = 8
-"""Rows of tiles that are walked together, at most."""
-GROUPS = (GROUP, 4, 7, 6, 5, 2, 1)
-"""Rows of tiles that are walked together, the first of these that divides them. With five or seven rows one by one,
-577 x 1024 x 4096 took 11.5 us in tiles of 128 x 160, 400 x 1024 x 4096 10.5 in 64 x 256, 300 x 1000 x 1000 6.2 and 6.4
-in 64 x 48; together 10.0, 8.8, 5.9 and 6.1. In threes they took 0.99 to 1.11 of the time
-(benchmarks/fits/h200-order.json).
-"""
 LEAST = 16
 """Bytes of a row of a box, and columns of results that leave in boxes, at least."""
 COLUMNS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -117,11 +109,6 @@ class Tile:
         """Columns of a subtile of results of so many bytes: a power of two, as swizzles are, and a line at most."""
         part = self.n // self.parts
         return min(part & -part, LINE // size)
-
-    @derived
-    def group(self) -> tuple[int, int]:
-        """How many clusters there are for a product, and in how many rows of tiles those lie that work at once."""
-        return math.prod(self.clusters), min(GROUP, *self.clusters)
 
     def covered(self, axis: Any) -> int:
         """How much of an axis a cluster covers."""
@@ -272,16 +259,3 @@ def _runs_along(p: Product, rows: Any, columns: Any) -> tuple[int, ...]:
 def runs(x: Any, t: Tile) -> int:
     """Elements of a slab that lie in a row: of whichever axis runs through memory. A swizzle takes whole rows of it."""
     return t.m if along(x, t.rows) else t.n if along(x, t.columns) else t.k
-
-
-def groups_of(p: Product, tile: Tile, gpu: Gpu) -> tuple[tuple[Any, Any], int]:
-    """The axes of a product in the order in which its tiles are walked, the inner one last, and how many tiles of the
-    outer one are walked together. That is the axis of rows, unless blocks come to several tiles each while rows of
-    tiles would go one by one or in pairs: all of the other operand would come from memory again for each.
-    """
-    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (p.m, p.n))
-    together, beside = (next(g for g in GROUPS if n % g == 0) for n in (rows, columns))
-    several = facts_of(p).batch * rows * columns > gpu.processors // tile.blocks
-    if several and together <= 2 < beside and together < rows:
-        return (p.n, p.m), beside
-    return (p.m, p.n), together

@@ -42,7 +42,6 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     Tile,
     abreast,
     cuts,
-    groups_of,
     roots,
     runs,
     shapes,
@@ -50,7 +49,18 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     step,
     steps,
 )
-from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, clock, facts_of, lasts
+from terrazzo.rules.loop_to_tile.products.work import (
+    LINE,
+    LONG,
+    POWER,
+    STEP,
+    Work,
+    clock,
+    facts_of,
+    fetched_each,
+    lasts,
+    powered,
+)
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
@@ -70,15 +80,16 @@ PROMOTION = 25.0
 """Nanoseconds for each 64 columns, for waiting for those of a step's products that are promoted together and adding
 them up, where no other warpgroup multiplies meanwhile. Fitted to the same products as `MADE_ALONE`.
 """
-LONG, REACH = 600_000.0, 1100.0
-"""Nanoseconds. A product of this length runs at the limit of power, where what is fetched takes energy, and so time. In
-clusters of two along its rows, tiles of 128 x 256 that both warpgroups share took 0.96 to 0.99 of what they took alone
-(four products of 0.7 to 2.8 ms, twice, each for a tenth of a second at a time), and 0.98 and 1.02 in a square of 16384;
-where they take 0.2 to 0.5 ms 1.00, and 1.01 where less. In turns slabs of 128 x 192 are on their way for a microsecond
-only, and clusters took 1.01 to 1.03 (H200).
+REACH = 1100.0
+"""Nanoseconds that slabs must be on their way for blocks of a cluster to save power by what they share: in turns those
+of 128 x 192 are for a microsecond only, and clusters took 1.01 to 1.03 (H200).
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
+
+
+Walks = Callable[[Product, Tile, Gpu], traffic.Walk]
+"""In which order the tiles of a product are walked."""
 
 
 class Plan(NamedTuple):
@@ -103,53 +114,56 @@ class Plan(NamedTuple):
         return f"{tile} on {self.instruction.name}{cluster}: {self.time / 1000:.1f} us by the model"
 
 
-def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
-    """Every plan that may fit, best first; none where the machine has no such instructions or they take other types. Of
-    those that are alike, as all are that wait for memory, that of fewer waves is first; then that of more blocks, which
-    all ask at once, and of squarer tiles, which read less.
+def plans(p: Product, gpu: Gpu, walk: Walks = traffic.walk) -> tuple[Plan, ...]:
+    """Every plan that may fit, best first, as its tiles are walked; none where the machine has no such instructions or
+    they take other types. Of those that are alike, as all are that wait for memory, that of fewer waves is first; then
+    that of more blocks, which all ask at once, and of squarer tiles, which read less.
     """
-    return _plans(p.nameless, gpu)
+    return _plans(p.nameless, gpu, walk)
 
 
 @remembered
-def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
-    found: list[tuple[Plan, int]] = []
+def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
+    found: list[tuple[Plan, float, int]] = []
     if gpu.warpgroups is None:
         return ()
+
+    def tried(tile: Tile, pieces: int, i: WarpgroupInstruction, time: float, work: Work) -> None:
+        plan = Plan(tile, pieces, i, max(time, powered(work, gpu)) + partly_stored(p))
+        limited = 1 + POWER * fetched_each(work) if time >= LONG else 1.0
+        found.append((plan, time * limited, work.tiles * work.blocks * pieces))
+
     for i in instructions_for(p, gpu)[0]:
         for tile in (*(shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *abreast(p, i.shape[1])):
+            way = walk(p, tile, gpu)
             if tile.split is None:  # those that clusters divide follow it
-                alone = whole = work_of(p, tile, gpu, gpu.warpgroups)
+                alone = whole = work_of(p, tile, way, gpu, gpu.warpgroups)
             else:
-                whole = _divided(p, tile, alone, gpu, gpu.warpgroups)
+                whole = _divided(p, tile, way, alone, gpu, gpu.warpgroups)
             if tile.turns and not _takes_turns(p, tile, whole.tiles, gpu):
                 continue
-            blocks = whole.tiles * tile.blocks
-            for s, time in _times(p, tile, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
-                found.append((Plan(tile, s, i, time + partly_stored(p)), blocks * s))
+            for s, time in _times(p, tile, way, whole, cuts(p, tile, whole.tiles, gpu), gpu, gpu.warpgroups):
+                tried(tile, s, i, time, whole)
             for x in sharing(p, tile, whole.tiles, gpu):
-                work = work_of(p, x, gpu, gpu.warpgroups)
+                work = work_of(p, x, walk(p, x, gpu), gpu, gpu.warpgroups)
                 waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
-                found.append((Plan(x, 1, i, lasts(work, gpu) * waits + partly_stored(p)), work.tiles * x.blocks))
+                tried(x, 1, i, lasts(work, gpu) * waits, work)
 
-    def order(x: tuple[Plan, int]) -> tuple[float, ...]:
-        plan, blocks = x
-        fetched = _at_the_limit(p, plan, gpu) if plan.time >= LONG and not (promotes(p) or converted(p)) else 0.0
-        return alike(plan.time), fetched, ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
+    def order(x: tuple[Plan, float, int]) -> tuple[float, ...]:
+        plan, time, blocks = x
+        return alike(time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
 
-    return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
+    return tuple(plan for plan, *_ in sorted((x for x in found if x[0].time < math.inf), key=order))
 
 
-def _at_the_limit(p: Product, plan: Plan, gpu: Gpu) -> float:
-    """Bytes that are fetched for a result and a step, where blocks of a cluster that share them need not wait for each
-    other: while one slot is multiplied and another is about to be freed, the rest of a ring is on its way.
+def _drawn(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
+    """Bytes that are fetched for a step, where blocks of a cluster that share them need not wait for each other: while
+    one slot is multiplied and another is about to be freed, the rest of a ring is on its way.
     """
-    has, tile = gpu.warpgroups, plan.tile
-    assert has is not None
-    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.rate
+    step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.sustained
     if (_slots(p, tile, gpu) - 2) * step < REACH:
         tile = replace(tile, split=None)
-    return traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)) / (tile.m * tile.n)
+    return traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu))
 
 
 def _takes_turns(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> bool:
@@ -272,22 +286,22 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
     return points * ((r.read + r.across[tile.columns]) / has.read + computed / has.after)
 
 
-def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
+def work_of(p: Product, tile: Tile, way: traffic.Walk, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
-    outer, inner = steps(p, tile)
+    (outer, inner), few = steps(p, tile), traffic.alone(p, tile, gpu)
     return Work(
         tile.m, tile.n, facts_of(p).terms, traffic.clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)),
+        fetched=traffic.fetched(p, tile, has, few),
         held=_bytes(p, tile),
         slots=_slots(p, tile, gpu),
         results=results(p).stored,
         rate=result_rate(p, tile, gpu, has) * tile.parts,
-        least=_least(p, tile, gpu, has),
+        least=_least(p, tile, way, gpu, has),
         extra=_extra(p, tile, gpu),
         depth=tile.k,
         after=after(p, tile.m * tile.n // tile.parts, has, tile) + _meeting(p, tile, has) + _first(p, tile, gpu),
-        readers=traffic.readers(tile, gpu.processors // tile.blocks),
+        leaving=traffic.leaving(p, tile, way, has, few),
         shared=tile.share > 1,
         parts=promotes(p) and tile.k == STEP,
         wide=tile.n * tile.abreast,
@@ -297,48 +311,49 @@ def work_of(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> Work:
         read=_read(p, tile),
         beyond=traffic.beyond(p, tile),
         empty=traffic.empty(tile),
+        drawn=0.0 if promotes(p) else _drawn(p, tile, gpu, has),
     )  # fmt: skip
 
 
-def _least(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
+def _least(p: Product, tile: Tile, way: traffic.Walk, gpu: Gpu, has: Warpgroups) -> float:
     """Bytes that memory brings and takes: each once, and what it is asked for again."""
-    return facts_of(p).bytes + results(p).moved + traffic.again(p, tile, gpu, has)
+    return facts_of(p).bytes + results(p).moved + traffic.again(p, tile, way, gpu, has)
 
 
-def _divided(p: Product, tile: Tile, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
+def _divided(p: Product, tile: Tile, way: traffic.Walk, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
     """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
+    few = traffic.alone(p, tile, gpu)
     return alone._replace(
         tiles=traffic.clusters(p, tile),
         blocks=tile.blocks,
-        fetched=traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu)),
-        least=_least(p, tile, gpu, has),
-        readers=traffic.readers(tile, gpu.processors // tile.blocks),
+        fetched=traffic.fetched(p, tile, has, few),
+        least=_least(p, tile, way, gpu, has),
+        leaving=traffic.leaving(p, tile, way, has, few),
         beyond=traffic.beyond(p, tile),
         empty=traffic.empty(tile),
+        drawn=0.0 if promotes(p) else _drawn(p, tile, gpu, has),
     )
 
 
 def _times(
-    p: Product, tile: Tile, whole: Work, cut: Iterable[int], gpu: Gpu, has: Warpgroups
+    p: Product, tile: Tile, way: traffic.Walk, whole: Work, cut: Iterable[int], gpu: Gpu, has: Warpgroups
 ) -> Iterator[tuple[int, float]]:
     """What the kernel of a tile takes in so many pieces each; in several it pays for its partial sums."""
-    clocks: dict[bool, Callable[[int, int, float], float]] = {}
+    clocks: dict[bool, Callable[[int, int], float]] = {}
     for pieces in cut:
         if pieces == 1:
             yield 1, lasts(whole, gpu)
             continue
-        if (alone := traffic.alone(p, tile, gpu, pieces)) not in clocks:
+        if (few := traffic.alone(p, tile, gpu, pieces)) not in clocks:
             count, (outer, inner) = len(p.sites), steps(p, tile)
             sums = count * results(p).points
-            least = whole.least - results(p).moved + 4 * sums
             part = whole._replace(
-                results=4 * count, rate=has.direct, least=least, after=_first(p, tile, gpu),
-                fetched=traffic.fetched(p, tile, has, alone),
+                results=4 * count, rate=has.direct, least=whole.least - results(p).moved + 4 * sums,
+                after=_first(p, tile, gpu), fetched=traffic.fetched(p, tile, has, few),
+                leaving=traffic.leaving(p, tile, way, has, few),
             )  # fmt: skip
-            clocks[alone], states = clock(part, gpu), has.parts_states if promotes(p) else has.states
-            walkers, (most, rows) = gpu.processors // tile.blocks, tile.group
-        readers = (most if most < walkers / pieces else walkers / pieces) / rows
-        time = clocks[alone](whole.tiles * pieces, outer * ceil(inner, pieces * tile.share), readers)
+            clocks[few], states = clock(part, gpu), has.parts_states if promotes(p) else has.states
+        time = clocks[few](whole.tiles * pieces, outer * ceil(inner, pieces * tile.share))
         yield pieces, time + has.part + states * pieces * sums * 4 / gpu.cache
 
 
@@ -377,11 +392,10 @@ def _made(p: Product, tile: Tile, gpu: Gpu) -> float:
 
 
 def _read(p: Product, tile: Tile) -> float:
-    """Bytes of slabs that instructions read in a step of parts: rows of warpgroups, and all columns for each."""
-    if not promotes(p):
-        return 0.0
+    """Bytes of slabs that instructions read in a step: rows of warpgroups, and all columns for each."""
     rows = 0 if converted(p) else ROWS
-    return 2.0 * facts_of(p).terms / tile.abreast * (tile.m // ROWS) * (rows + tile.n * tile.abreast) * tile.k
+    size: int = p.operands[0].dtype.size  # type: ignore[attr-defined]
+    return size * facts_of(p).terms / tile.abreast * (tile.m // ROWS) * (rows + tile.n * tile.abreast) * tile.k
 
 
 def _first(p: Product, tile: Tile, gpu: Gpu) -> float:
@@ -399,8 +413,8 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     lines: list[tuple[str, Any]] = [
         (a.name, grid(ceil(a.extent, 2 if a in two else 1), *two.get(a, ()))) for a in p.batch
     ]
-    walked, group = groups_of(p, t, gpu)
-    for a in walked:
+    way = traffic.walk(p, t, gpu)
+    for a in (way.outer, way.inner):
         lines.append((axis_name(a), grid(tiles[a], *two.get(a, ()), ("block", t.m if a is t.rows else t.n))))
     *outer, depth = p.axes
     lines += [(f"r{a.label}", (Factor("time", a.extent),)) for a in outer]
@@ -409,7 +423,7 @@ def schedule(p: Product, plan: Plan, gpu: Gpu) -> Schedule:
     options = (("ring", slots - 1), *([("promote", True)] if promotes(p) else []))
     sharing = (Factor("cluster", t.share),) if t.share > 1 else ()
     lines.append((name, (*sharing, Factor("time", ceil(depth.extent, t.k * t.share), options), Factor("block", t.k))))
-    order = (("order", Word("grouped", (group,))),) if group > 1 else ()
+    order = (("order", Word("grouped", (way.together,))),) if way.together > 1 else ()
     blocks = gpu.processors // t.blocks * t.blocks
     walk = (("persistent", (blocks,), order),) if t.share == 1 else ()
     registers = (("registers", REGISTERS[t.teams]),) if t.share == 1 else ()

@@ -22,26 +22,33 @@ PAIRED = 1.013
 cache can give (benchmarks/fits/h200-parts-tiles.json).
 """
 
-HIDDEN = 0.6
-"""Of computing and storing results, the part that another warpgroup's products hide where they take turns. Fitted to 19
-schedules of 12 products on an H200 (23 November 2026), by how much faster they are than those of warpgroups that share
-a tile: 4 % off.
+TOGETHER = 3.5
+"""How nearly what is done side by side takes as long as the longest of it. Fitted with the record of the machine."""
+LONG, POWER = 600_000.0, 1.0
+"""Nanoseconds of a product that is at the limit of power. There, what is fetched takes energy, and so time: so much of
+it for a byte that is fetched for a product. In clusters of two along its rows, tiles of 128 x 256 that both warpgroups
+share took 0.96 to 0.99 of what they took alone (four products of 0.7 to 2.8 ms, each for a tenth of a second at a
+time), and 0.98 and 1.02 in a square of 16384; those in turns took less than these (H200).
+"""
+HIDDEN = 1.8
+"""Of computing and storing results, what another warpgroup's products hide where they take turns: more than all of it,
+since what one waits for between two tiles is hidden as well. Fitted with the record of the machine.
 """
 
 
 class Work(NamedTuple):
     """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of so many
     `products`, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds. Results leave at a rate, and computing a tile's of its sums
-    takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. So many
-    `readers` fetch the same rows at once. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of
-    numbers, of which each is multiplied several times in a long step. Instructions have `wide` columns. A warpgroup
-    makes what it multiplies for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile,
-    for half of the time, unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a
-    tile while another multiplies, which hides so much of it. In a step instructions `read` so many bytes of slabs. Of
-    what boxes bring in all, so many bytes lie `beyond` the ends of operands, and so many rows are `empty` in a step of
-    the last block, more than others hide. What a step needs is `brought` in so many nanoseconds, ahead of it and beside
-    results.
+    many `held` bytes, and which take `extra` nanoseconds. Of what is fetched for a block so many bytes are `leaving`
+    the cache: blocks that are near each other share the rest. Results leave at a rate, and computing a tile's of its
+    sums takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. Sums
+    may be `shared` by the blocks of a cluster. Factors may be `parts` of numbers, of which each is multiplied several
+    times in a long step. Instructions have `wide` columns. A warpgroup makes what it multiplies for `made` nanoseconds
+    of a step before it does so, and another one multiplies meanwhile, for half of the time, unless it is `alone`. Where
+    warpgroups take `turns`, one computes and stores the results of a tile while another multiplies, which hides so much
+    of it. In a step instructions `read` so many bytes of slabs. Of what boxes bring in all, so many bytes lie `beyond`
+    the ends of operands, and so many rows are `empty` in a step of the last block, more than others hide. What a step
+    needs is `brought` in so many nanoseconds, ahead of it and beside results. For its power, `drawn` bytes count.
     """
 
     m: int
@@ -59,7 +66,7 @@ class Work(NamedTuple):
     extra: float = 0.0
     depth: int = STEP
     after: float = 0.0
-    readers: float = 0.0
+    leaving: float = 0.0
     shared: bool = False
     parts: bool = False
     wide: int = 0
@@ -71,43 +78,43 @@ class Work(NamedTuple):
     beyond: float = 0.0
     empty: float = 0.0
     brought: float = 0.0
+    drawn: float = 0.0
 
 
 def lasts(work: Work, gpu: Gpu) -> float:
     """Waves of the slowest of arithmetic, cache, latency and memory, in nanoseconds."""
-    return clock(work, gpu)(work.tiles, work.steps, work.readers)
+    return clock(work, gpu)(work.tiles, work.steps)
 
 
-def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
-    """What a kernel takes with so many tiles, of so many steps, for which so many readers fetch the same rows: as its
-    own, or as it has when it is cut in pieces. In the last wave few blocks may be left, which have less on their way.
+def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
+    """What a kernel takes with so many tiles, of so many steps: as its own, or as it has when it is cut in pieces. In
+    the last wave few blocks may be left, which have less on their way.
     """
     has = gpu.warpgroups
     if has is None or work.slots < 2:
-        return lambda tiles, steps, readers: math.inf
+        return lambda tiles, steps: math.inf
     blocks, slots, least, extra = work.blocks, work.slots, work.least, work.extra
     walkers = gpu.processors // blocks
     each = 2.0 * work.m * work.n * work.depth * work.products
-    rate, start = has.parts if work.parts else (has.rate, has.turns if work.turns else has.start)
+    rate, start = has.parts if work.parts else (has.rate, has.single if work.alone and not work.turns else 0.0)
     rate *= PAIRED if work.parts and work.blocks > 1 and not work.shared else 1
     wide = work.wide or work.n
     arithmetic = each * gpu.processors * (wide + start) / wide / rate
     multiplying = arithmetic if work.alone else arithmetic / 2
-    alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks if work.read else 0.0)
+    alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks)
     memory = has.parts_memory if work.parts else gpu.memory
     results = work.m * work.n * work.results / work.rate + work.after
     begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
-    one = has.one if work.alone and not (work.parts or work.turns) else 1.0
 
-    def time(tiles: int, steps: int, readers: float) -> float:
+    def time(tiles: int, steps: int) -> float:
         at_once = tiles if tiles < walkers else walkers
-        fetched = max(work.fetched * at_once * blocks / has.cache, alone)
+        fetched = work.leaving * at_once * blocks / has.cache
         waited = has.latency
         if work.parts:
             waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
+        together = max if work.parts else _together
         making = work.made + multiplying if work.made else 0.0
-        multiplied = arithmetic / (one if tiles > walkers else 1.0)
-        step = max(multiplied, fetched, waited / slots, has.crowd * readers, making) + has.step + extra
+        step = max(together(arithmetic, alone, fetched, waited / slots), making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         beyond = max(work.beyond / gpu.memory, work.empty * has.empty * steps)
@@ -120,6 +127,28 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int, float], float]:
         return found
 
     return time
+
+
+def powered(work: Work, gpu: Gpu) -> float:
+    """Nanoseconds that a kernel takes at the limit of power at least, whatever its tiles are; 0 where nothing is known:
+    of parts, of which each is fetched for several products.
+    """
+    has = gpu.warpgroups
+    if has is None or not work.drawn:
+        return 0.0
+    each = 2.0 * work.m * work.n * work.depth * work.products
+    return each * work.tiles * work.blocks * work.steps * (1 + POWER * fetched_each(work)) / has.sustained
+
+
+def fetched_each(work: Work) -> float:
+    """Bytes that are fetched for a product, as far as they count for power."""
+    return work.drawn / (work.m * work.n * work.depth * work.products)
+
+
+def _together(*times: float) -> float:
+    """What takes so long each when nothing else is done: the longest, and the others as far as they come near it."""
+    total: float = sum(t**TOGETHER for t in times) ** (1 / TOGETHER)
+    return total
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.schedule import Like, Schedule, Site
 from terrazzo.ir.sites import Product, reduced_product
-from terrazzo.rules.loop_to_tile.products import warpgroups
+from terrazzo.rules.loop_to_tile.products import traffic, warpgroups
 from terrazzo.rules.loop_to_tile.products.making import converted, promotes
 from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import COLUMNS, Tile, shapes
-from terrazzo.rules.loop_to_tile.products.work import Work, lasts
+from terrazzo.rules.loop_to_tile.products.work import Work, fetched_each, lasts, powered
 from terrazzo.rules.loop_to_tile.reductions.split import split
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, size_of
@@ -36,6 +36,10 @@ ONE_BY_ONE = 48.0
 """The same, of states of several values in no frame: each waits for the one before it. The largest of 32,000 words took
 347 us for 2048 rows of 2048, and where it is 405, as with the product stored (H200, 23 November 2026).
 """
+DRAWN = 4.0
+"""Of what a byte that is fetched for a product takes where power is at its limit: more than where results leave. 128 x
+192 in turns took 11.9 ms in clusters of two, and 12.4 alone (H200).
+"""
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,7 @@ class Way:
 
 
 def plans(kernel: l.Kernel, gpu: Gpu) -> tuple[warpgroups.Plan, ...]:
-    """The tiles of such a product on instructions of warpgroups, best first; none where it is no such product. Of those
-    that are alike, the one whose blocks fetch least: a machine at its limit of power is faster then. 128 x 192 in turns
-    took 11.9 ms in clusters of two, and 12.4 alone, where the model says the same (as above).
-    """
+    """The tiles of such a product on instructions of warpgroups, best first; none where it is no such product."""
     p = reduced_product(kernel)
     return _plans(p, gpu) if p is not None and gpu.warpgroups is not None else ()
 
@@ -64,17 +65,16 @@ def plans(kernel: l.Kernel, gpu: Gpu) -> tuple[warpgroups.Plan, ...]:
 def _plans(p: Product, gpu: Gpu) -> tuple[warpgroups.Plan, ...]:
     if promotes(p) or converted(p):
         return ()
-    found: list[warpgroups.Plan] = []
+    found: list[tuple[int, warpgroups.Plan]] = []
     for i in warpgroups.instructions_for(p, gpu)[0]:
         for tile in shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ():
             turns = not tile.turns or _tiles(p, tile) > gpu.processors
             if tile.columns is p.n and tile.split is not p.n and turns:
-                found.append(warpgroups.Plan(tile, 1, i, lasts(_work(p, tile, gpu), gpu)))
-
-    def order(x: warpgroups.Plan) -> tuple[float, ...]:
-        return warpgroups.alike(x.time), _work(p, x.tile, gpu).fetched / (x.tile.m * x.tile.n)
-
-    return tuple(sorted((x for x in found if x.time < math.inf), key=order))
+                work = _work(p, tile, gpu)
+                plan = warpgroups.Plan(tile, 1, i, max(lasts(work, gpu), powered(work, gpu)))
+                if plan.time < math.inf:
+                    found.append((warpgroups.alike(plan.time * (1 + DRAWN * fetched_each(work))), plan))
+    return tuple(plan for _, plan in sorted(found, key=lambda x: x[0]))
 
 
 def _tiles(p: Product, tile: Tile) -> int:
@@ -87,10 +87,10 @@ def _work(p: Product, tile: Tile, gpu: Gpu) -> Work:
     assert has is not None
     around = [r for r in _around(p) if not any(somewhere(x, r.axes) for x in r.args)]
     each = sum(r.monoid.width * (STATES if r.monoid.frame or r.monoid.width == 1 else ONE_BY_ONE) for r in around)
-    work = warpgroups.work_of(p, tile, gpu, has)
+    work = warpgroups.work_of(p, tile, traffic.walk(p, tile, gpu), gpu, has)
     read = sum(p.touched(x) * x.dtype.size for x in p.sources)
     after = work.after + tile.m * tile.n * each / has.after
-    return work._replace(results=0, rate=1.0, after=after, least=read, hidden=1.0)
+    return work._replace(results=0, rate=1.0, after=after, least=read, hidden=1.0, drawn=work.fetched)
 
 
 def _around(p: Product) -> list[l.Reduce]:
