@@ -34,7 +34,7 @@ from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
 from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans
-from terrazzo.rules.loop_to_tile.reductions.pieces import in_pieces, meeting, partial_states, together
+from terrazzo.rules.loop_to_tile.reductions.pieces import alone, in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import pieces, scanned_in_pieces
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
@@ -113,6 +113,10 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
             yield cut.after(flattened, evened)
         for chosen in together(even, gpu):
             yield Candidate(((even, *chosen),)).after(flattened, evened)
+        _, inner, top = rows.parts(even)
+        for apart_from in _apart_from(even, top, gpu, pinned, pick) if inner else ():
+            yield apart_from.after(flattened, evened)  # alone, each point inside a row would reduce all of it
+        yield Candidate((alone(even, gpu),)).after(flattened, evened)
     plain = threads.plain(flat, gpu), "plain", "a thread computes a point at a time"
     yield Candidate(((flat, *plain),)).after(flattened)
 

@@ -67,10 +67,15 @@ def crowded(kernel: l.Kernel, gpu: Gpu) -> bool:
         return False
     chosen = reduction(kernel, gpu)
     speed = min(gpu.memory, _blocks(chosen) * gpu.memory / gpu.processors)
-    read, rest = (sum(map(bytes_of, found)) for found in (set(loaded(top)), _inside(kernel, inner)))
-    stored = sum(bytes_of(l.Load(s.buffer, s.index)) for s in kernel.stores)
-    whole = read + stored if chosen.operands else read + rest
+    every = _inside(kernel, inner)
+    read, rest, others = (sum(map(bytes_of, x)) for x in (set(loaded(top)), every, every - _alike(top, inner)))
+    whole = read + (others if chosen.operands else rest)
     return read / speed + rest / gpu.memory + gpu.launch < whole / speed
+
+
+def _alike(top: Sequence[l.Reduce], inner: Sequence[Any]) -> set[l.Load]:
+    """What reductions read in their steps, as it is read at the points of a row."""
+    return {substitute(x, {r.axes[-1]: a}) for r in top for x in loaded([r]) if r.axes[-1] in x.free for a in inner}
 
 
 def _blocks(schedule: Schedule) -> int:
@@ -141,8 +146,7 @@ def strangers(kernel: l.Kernel) -> bool:
     _, inner, top = parts(kernel)
     points = [s for s in kernel.stores if s.free & set(inner)]
     terms = set(topological(points))
-    read = {substitute(x, {r.axes[-1]: a}) for r in top for x in loaded([r]) if r.axes[-1] in x.free for a in inner}
-    return bool(points) and bool(top) and not terms & {*top, *read}
+    return bool(points) and bool(top) and not terms & {*top, *_alike(top, inner)}
 
 
 def _inside(kernel: l.Kernel, inner: Sequence[Any]) -> set[l.Load]:

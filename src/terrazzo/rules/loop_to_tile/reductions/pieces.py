@@ -48,7 +48,8 @@ def partial_states(kernel: l.Kernel, pieces: int, gpu: Gpu, pinned: Mapping[str,
             part, chosen, _, reason = tiled(p, plan, gpu)
             yield part, chosen, "split", f"{why}; {reason}"
     else:
-        yield from ((kernel, chosen, "split", f"{why}; {reason}") for chosen, _, reason in together(kernel, gpu))
+        ways = ((kernel, *way) for way in together(kernel, gpu))
+        yield from ((x, chosen, "split", f"{why}; {reason}") for x, chosen, _, reason in (*ways, alone(kernel, gpu)))
 
 
 def added_up(kernel: l.Kernel, gpu: Gpu) -> Candidate:
@@ -64,7 +65,7 @@ def meeting(kernel: l.Kernel, gpu: Gpu) -> Chosen:
 
 
 def together(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
-    """Reductions by threads together; with fewer registers in use, or more for each thread; then by each for itself."""
+    """Reductions by threads together; then with fewer registers in use, or more for each thread."""
     first = reductions.reduction(kernel, gpu)
     what = "threads share the reductions of a row, or take columns where memory runs so"
     yield first, "share", what
@@ -79,21 +80,27 @@ def together(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
             yield other, "share", why
             tried.append(other)
     yield _one_at_a_time(kernel, first), "share", f"{what}; a thread takes an element at a time"
-    yield threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
+
+
+def alone(kernel: l.Kernel, gpu: Gpu) -> Chosen:
+    """Reductions by each thread for itself."""
+    return kernel, threads.pointwise(kernel, gpu), "alone", "every thread reduces by itself"
 
 
 def _one_at_a_time(kernel: l.Kernel, schedule: Schedule) -> Schedule:
     """Threads share rows as they do, and go along them step by step: what is long to compute needs many registers."""
-    axes = {a.name: a for a in kernel.axes}
-    axes |= {axis_name(a): a for r in n.accumulators(kernel).values() if isinstance(r, l.Reduce) for a in r.axes}
+    found = {name: r for name, r in n.accumulators(kernel).items() if isinstance(r, l.Reduce)}
+    own = {(name, axis_name(a)): a for name, r in found.items() for a in r.axes}
+    own |= {(s.buffer.name, a.name): a for s in kernel.stores for a in kernel.axes}
 
-    def stepped(name: str, binding: tuple[Factor, ...] | Like) -> tuple[Factor, ...] | Like:
+    def stepped(site: str, name: str, binding: tuple[Factor, ...] | Like) -> tuple[Factor, ...] | Like:
         if isinstance(binding, Like):
             return binding
         used = tuple(f for f in binding if f.level not in ("time", "reg"))
-        return (Factor("time", threads.ceil(size_of(axes[name]), math.prod(f.size for f in used))), *used)
+        length = size_of(own[site, name])  # two sites may each have an axis of this name
+        return (Factor("time", threads.ceil(length, math.prod(f.size for f in used))), *used)
 
-    sites = tuple(replace(s, axes=tuple((a, stepped(a, b)) for a, b in s.axes)) for s in schedule.sites)
+    sites = tuple(replace(s, axes=tuple((a, stepped(s.names[0], a, b)) for a, b in s.axes)) for s in schedule.sites)
     return replace(schedule, operands=(), sites=sites)
 
 
