@@ -164,3 +164,36 @@ def test_gradients_may_be_asked_for_again() -> None:
         torch.testing.assert_close(found, torch.autograd.grad(theirs, weights, retain_graph=True))
     with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(ours, weights)
+
+
+def margins(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """How far each pair of a row's numbers is from its margin, where they are ordered by others."""
+    ordered = y[:, :, None] < y[:, None]
+    return torch.where(ordered, F.relu(1 - x[:, None] + x[:, :, None]), 0).sum((1, 2))
+
+
+def widths(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Sums of exponentials of distances, which are dear."""
+    return (x[:, None] - x[:, :, None]).abs().neg().exp().sum((1, 2)) + y.sum(1)
+
+
+def differences(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """All pairs are wanted."""
+    return (x[:, None] - y[:, :, None]).relu()
+
+
+@pytest.mark.parametrize(("fn", "times"), [(margins, 2), (widths, 64), (differences, 64)])
+def test_pairs_are_spread_out_again(fn: Any, times: int) -> None:
+    """What is made of all pairs of numbers is not kept, unless it is dear, or a result."""
+    torch.manual_seed(0)
+    x, y = torch.randn(512, 64, requires_grad=True), torch.randn(512, 64)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        loss = torch.compile(fn, backend="terrazzo", options={"target": "interpreter"})(x, y).square().sum()
+    (found,) = torch.autograd.grad(loss, x)
+    assert max(t.numel() for t in kept) <= times * x.numel()
+    assert times == 2 or max(t.numel() for t in kept) == 64 * x.numel()
+    exact = x.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(fn(exact, y.double()).square().sum(), exact)
+    (eager,) = torch.autograd.grad(fn(x, y).square().sum(), x)
+    assert (found.double() - truth).norm() <= 2 * (eager.double() - truth).norm() + 1e-6 * truth.norm()

@@ -3,7 +3,7 @@
 PyTorch's default is everything that the backward pass reads. Of attention in 16 bits that is weights in 32 bits, tokens
 times tokens of them, and q, k and v in 32 bits. They are computed again instead, from q, k and v in 16 bits: memory
 grows with the number of tokens, and products have factors in 16 bits. Of attention in 32 bits scores and weights are
-computed again from q and k, where a machine does so in one kernel.
+computed again from q and k, where a machine does so in one kernel. What is spread out of little is computed again, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from terrazzo.front.dropped import drop_by_places
 from terrazzo.front.row_numbers import keep_row_numbers
+from terrazzo.front.spread import spread_out
 
 
 def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) -> tuple[Any, Any]:
@@ -23,7 +24,9 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
-    again = computed_again(joint.graph, wide)
+    again, spread = computed_again(joint.graph, wide), spread_out(joint.graph, options["num_fwd_outputs"])
+    for node in spread:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
