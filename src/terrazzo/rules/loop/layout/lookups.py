@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Loaded, Var
+from terrazzo.ir.expr import Bound, Expr, FloorDiv, Loaded, Var
 from terrazzo.ir.node import substitute, topological, transformed
 from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
@@ -84,7 +84,7 @@ def store_lookups(program: l.Program, log: Log, rates: Rates) -> l.Program:
     """
 
     def find(s: l.Kernel, names: Set[str], known: Mapping[Any, l.Buffer]) -> tuple[l.Kernel, ...] | None:
-        return operands_stored(s, _looked_up, names, known, True)
+        return operands_stored(s, _astray, names, known, True)
 
     def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
         return cost(s, rates, as_it_is=True), sum(cost(k, rates) for k in found)
@@ -219,14 +219,26 @@ def stored_first(
 
 
 def with_lookups_stored(kernel: l.Kernel, rates: Rates) -> float:
-    """What a kernel costs, whether operands of its products that are looked up are stored first or not."""
+    """What a kernel costs, whether operands of its products that tiles cannot read are stored first or not."""
     inlined = cost(kernel, rates)
-    found = operands_stored(kernel, _looked_up, frozenset(), {}) if rates.matrix and inlined > rates.launch else None
+    found = operands_stored(kernel, _astray, frozenset(), {}) if rates.matrix and inlined > rates.launch else None
     return min(inlined, sum(cost(k, rates) for k in found)) if found is not None else inlined
 
 
 def _looked_up(x: Any) -> bool:
     return isinstance(x, l.Load) and looked_up([x])
+
+
+def _astray(x: Any) -> bool:
+    """Whether an operand is looked up, or is where a point's and a step's places are found by dividing their sum, as in
+    a band of weights whose rows are read as if they were longer: no tile of it lies in a box of memory. Where division
+    must leave no rest, phases see the operand as it lies.
+    """
+    if not isinstance(x, l.Load) or looked_up([x]):
+        return isinstance(x, l.Load)
+    places = topological([e for e in x.index if isinstance(e, Expr)])
+    phases = any(-(y.a % y.b) in x.inside for y in places if isinstance(y, FloorDiv))
+    return strewn(x, [a for a in x.free if isinstance(a, Bound)]) and not phases
 
 
 def operands_stored(
