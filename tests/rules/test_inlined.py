@@ -4,6 +4,7 @@ one point, or again for many.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,19 @@ def turned(q: Any, k: Any, v: Any, cos: Any, sin: Any) -> Any:
         return x * cos + torch.cat((-other, one), -1) * sin
 
     return F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+
+
+def stacked(*factors: Any) -> Any:
+    """Small matrices by place, each a sum over many rows, as gradients of a stack of weights."""
+    return torch.stack([x.mT @ y for x, y in zip(factors[::2], factors[1::2], strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_matrices_are_not_multiplied_for_all_of_a_stack(dtype: torch.dtype) -> None:
+    """Two rows and columns are no tile: each multiply-add loads both factors, and five times as many would be taken."""
+    done = fused(stacked, [(512, 2048, 2)] * 10, dtype, "sm_90a")
+    found = [s for s in done if sites(s).contractions]
+    assert len(found) == 5 and all(math.prod(a.extent for a in s.axes) == 512 * 2 * 2 for s in found)
 
 
 @pytest.mark.parametrize("heads", [32, 28])
