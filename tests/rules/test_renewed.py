@@ -15,6 +15,7 @@ import terrazzo
 from terrazzo.errors import CompilerBug
 from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
+from terrazzo.interp import loop
 from terrazzo.interp.kernel.machine import run_kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
@@ -22,7 +23,9 @@ from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
+from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.memory import lifetimes
+from terrazzo.rules.loop.memory.renewed import renew
 
 R, at = torch.randn, torch.tensor
 
@@ -211,6 +214,39 @@ def test_two_caches_are_written_by_one_kernel() -> None:
     names = tuple(captured.inputs[k] for k in captured.changed)
     found = lowering(captured.program, Options(target="sm_90a", updated=names)).loop
     assert [len(s.over) for s in found.steps if isinstance(s, l.Kernel) and s.over] == [2]
+
+
+def test_what_is_stored_with_a_new_value_is_stored_apart() -> None:
+    """Which token goes to which place, that others read, is no reason to store the rest of a cache."""
+    program = parse("""@loop
+def f(cache: f32[4, 64, 8], k: f32[4, 8], pos: i64[4]):
+    with kernel('new', who=i64[4, 64], new=f32[4, 64, 8]):
+        for a0 in free(4):
+            in0 = pos[a0]
+            v0 = index(at(in0, 64))
+            for a1 in free(64):
+                v1 = eq(v0, index(a1))
+                v2 = where(v1, index(a0), i64(-1))
+                who[a0, a1] = v2
+                for a2 in free(8):
+                    in1 = k[a0, a2]
+                    in2 = cache[a0, a1, a2]
+                    v3 = where(v1, in1, in2)
+                    new[a0, a1, a2] = v3
+    with kernel('s', s=i64[4]):
+        for a0 in free(4):
+            for r0 in reduce(64):
+                in0 = who[a0, r0]
+                acc0 <- max(in0)
+            s[a0] = acc0
+    return (s, new)
+""")
+    found = renew(program, ("cache",), Log())
+    assert not problem(found) and [s.writes[0].name for s in found.steps] == ["who", "new", "s"]
+    assert [bool(s.over) for s in found.steps if isinstance(s, l.Kernel)] == [False, True, False]
+    given = {"cache": R(4, 64, 8).numpy(), "k": R(4, 8).numpy(), "pos": np.array([5, 0, 63, 7])}
+    for one, other in zip(loop.run(program, given), loop.run(found, given), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 TEXT = """
