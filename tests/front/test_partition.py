@@ -172,6 +172,12 @@ def margins(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.where(ordered, F.relu(1 - x[:, None] + x[:, :, None]), 0).sum((1, 2))
 
 
+def others(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Each number of a row by the others, which a mask that is made of nothing says."""
+    same = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+    return (x[:, None] * y[:, :, None]).masked_fill(same, 0).relu().sum(1)
+
+
 def widths(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Sums of exponentials of distances, which are dear."""
     return (x[:, None] - x[:, :, None]).abs().neg().exp().sum((1, 2)) + y.sum(1)
@@ -182,7 +188,7 @@ def differences(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x[:, None] - y[:, :, None]).relu()
 
 
-@pytest.mark.parametrize(("fn", "times"), [(margins, 2), (widths, 64), (differences, 64)])
+@pytest.mark.parametrize(("fn", "times"), [(margins, 2), (others, 2), (widths, 64), (differences, 64)])
 def test_pairs_are_spread_out_again(fn: Any, times: int) -> None:
     """What is made of all pairs of numbers is not kept, unless it is dear, or a result."""
     torch.manual_seed(0)
@@ -192,6 +198,7 @@ def test_pairs_are_spread_out_again(fn: Any, times: int) -> None:
         loss = torch.compile(fn, backend="terrazzo", options={"target": "interpreter"})(x, y).square().sum()
     (found,) = torch.autograd.grad(loss, x)
     assert max(t.numel() for t in kept) <= times * x.numel()
+    assert all(t.is_floating_point() for t in kept), "numbers of places are made again"
     assert times == 2 or max(t.numel() for t in kept) == 64 * x.numel()
     exact = x.detach().double().requires_grad_()
     (truth,) = torch.autograd.grad(fn(exact, y.double()).square().sum(), exact)

@@ -25,7 +25,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     from torch.utils.checkpoint import CheckpointPolicy
 
     again, spread = computed_again(joint.graph, wide), spread_out(joint.graph, options["num_fwd_outputs"])
-    for node in spread:
+    for node in spread | made_of_nothing(joint.graph) if spread else spread:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
