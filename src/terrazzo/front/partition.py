@@ -24,8 +24,8 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
-    again, spread = computed_again(joint.graph, wide), spread_out(joint.graph, options["num_fwd_outputs"])
-    for node in spread | made_of_nothing(joint.graph) if spread else spread:
+    again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
+    for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
@@ -34,7 +34,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     drawn, worth = drop_by_places(joint.graph, softmaxes)
     again = computed_again(joint.graph, wide, worth) if worth else again
     kept, more = keep_row_numbers(joint.graph, softmaxes, worth)
-    for node in ((again | worth) & {*joint.graph.nodes}) | more | made_of_nothing(joint.graph):
+    for node in ((again | worth) & {*joint.graph.nodes}) | more | nothing:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node in kept | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -6,6 +6,7 @@ the scores take. A kernel that only adds them up would never store them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 LARGER = 8
@@ -23,9 +24,10 @@ What is dear, as a power is, is kept.
 """
 
 
-def spread_out(graph: Any, results: int) -> set[Any]:
+def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
     """The nodes of a joint graph that the backward pass had better compute again, of those that the `results` of the
-    forward pass need, with what these are made of on the way from what is small. None where a graph writes to memory.
+    forward pass need, with what these are made of on the way from what is small, or of `nothing`. None where a graph
+    writes to memory. A mask of nothing but places is kept: it has a byte for each.
     """
     import torch
 
@@ -43,8 +45,15 @@ def spread_out(graph: Any, results: int) -> set[Any]:
     for node in graph.nodes:
         if "tangents" in node.name if node.op == "placeholder" else not late.isdisjoint(node.all_input_nodes):
             late.add(node)
-        elif node not in outputs and not (node in forward and all(x in forward for x in node.users)):
+        elif (
+            node not in outputs
+            and node not in nothing
+            and not (node in forward and all(x in forward for x in node.users))
+        ):
             found |= _made_of_little(node)
+    for node in (todo := list(found)):
+        todo += [x for x in node.all_input_nodes if x in nothing and x not in found]
+        found |= {x for x in node.all_input_nodes if x in nothing}
     return found
 
 
