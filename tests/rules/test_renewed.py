@@ -15,7 +15,7 @@ import terrazzo
 from terrazzo.errors import CompilerBug
 from terrazzo.front.capture import capture
 from terrazzo.interp import kernel as simulator
-from terrazzo.interp import loop
+from terrazzo.interp import loop as interpreter
 from terrazzo.interp.kernel.machine import run_kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute
@@ -245,8 +245,57 @@ def f(cache: f32[4, 64, 8], k: f32[4, 8], pos: i64[4]):
     assert not problem(found) and [s.writes[0].name for s in found.steps] == ["who", "new", "s"]
     assert [bool(s.over) for s in found.steps if isinstance(s, l.Kernel)] == [False, True, False]
     given = {"cache": R(4, 64, 8).numpy(), "k": R(4, 8).numpy(), "pos": np.array([5, 0, 63, 7])}
-    for one, other in zip(loop.run(program, given), loop.run(found, given), strict=True):
+    for one, other in zip(interpreter.run(program, given), interpreter.run(found, given), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+SHARED = """
+@loop
+def f(keys: f32[4, 64, 8], values: f32[4, 64, 6], k: f32[4, 8], v: f32[4, 6], places: i64[4]):
+    with kernel('one', which=i64[4, 64], one=f32[4, 64, 8]):
+        for a0 in free(4):
+            in0 = places[a0]
+            v0 = index(at(in0, 64))
+            v1 = index(a0)
+            for a1 in free(64):
+                v2 = index(a1)
+                v3 = eq(v0, v2)
+                v4 = where(v3, v1, i64(-1))
+                v5 = max(v4, i64(0))
+                which[a0, a1] = v4
+                for a2 in free(8):
+                    in1 = k[at(v5, 4), a2]
+                    in2 = keys[a0, a1, a2]
+                    v6 = where(v3, in1, in2)
+                    one[a0, a1, a2] = v6
+    with kernel('other', other=f32[4, 64, 6]):
+        for a0 in free(4):
+            for a1 in free(64):
+                in0 = which[a0, a1]
+                v0 = ge(in0, i64(0))
+                v1 = max(in0, i64(0))
+                for a2 in free(6):
+                    in1 = v[at(v1, 4), a2]
+                    in2 = values[a0, a1, a2]
+                    v2 = where(v0, in1, in2)
+                    other[a0, a1, a2] = v2
+    return (one, other)
+"""
+
+
+def test_what_says_where_two_caches_change_is_left_to_neither() -> None:
+    """Fusion leaves it to the kernel that writes one of them, which then stores more than the new value."""
+    program = parse(SHARED)
+    found = renew(program, ("keys", "values"), Log())
+    assert not problem(found)
+    assert [[s.over.name for s in step.stores if s.over] for step in found.steps] == [["keys"], ["values"]]
+    kernels = [s for s in found.steps if isinstance(s, l.Kernel)]
+    assert [len(s.writes) for s in kernels] == [1, 1], "nobody reads which row changes any more"
+    r = np.random.default_rng(0)
+    inputs = {b.name: r.normal(size=b.type.shape).astype(np.float32) for b in program.inputs[:4]}
+    inputs["places"] = np.array([5, 0, 63, 7])
+    for before, after in zip(interpreter.run(program, inputs), interpreter.run(found, inputs), strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 TEXT = """

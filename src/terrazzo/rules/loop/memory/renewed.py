@@ -25,6 +25,7 @@ from terrazzo.rules.loop.folding.fold import COMPARED, folded, negated, place
 from terrazzo.rules.loop.folding.one_of_two import all_of, one_place
 from terrazzo.rules.loop.fusion.inline import inline, unproved
 from terrazzo.rules.loop.memory.lifetimes import followed, needs_of
+from terrazzo.rules.loop.memory.remake import storing
 
 PASS = "renew"
 
@@ -76,15 +77,11 @@ def renew(program: l.Program, updated: Sequence[str], log: Log, products: bool =
     if not wanted:
         return program
     ordered = _old_read_first(program, wanted, log)
-    steps = [x for s in ordered.steps for x in (_apart(s, wanted) if isinstance(s, l.Kernel) else (s,))]
+    steps = [x for s in ordered.steps for x in _apart(s, wanted, ordered.steps)]
     for n, s in enumerate(steps):
         if not isinstance(s, l.Kernel) or not any(b in wanted for b in s.writes):
             continue
-        made, makers = only_changed(s, wanted), list[l.Kernel]()
-        if isinstance(made, str):
-            seen, makers = _seen_through(s, steps)
-            again = only_changed(seen, wanted) if makers else made
-            made = again if isinstance(again, l.Kernel) and len(again.carried) <= len(s.carried) else made
+        made, makers = _part(s, wanted, steps)
         if isinstance(made, str):
             log.add(Event(PASS, "only_changed", s.name, False, made))
             continue
@@ -99,21 +96,27 @@ def renew(program: l.Program, updated: Sequence[str], log: Log, products: bool =
     return _needed(l.Program(ordered.name, ordered.inputs, tuple(steps), ordered.results))
 
 
-def _apart(kernel: l.Kernel, wanted: Given) -> tuple[l.Kernel, ...]:
-    """A kernel that stores new values of which only a part changes, and something else, as one for each: stored with
-    something else, all of a value would be. Where a token's keys and rope keys are cached, the number of the token that
-    goes to each place was stored with the keys: 162 us, for the 268 MB of a cache (H200).
+def _apart(step: l.Kernel | l.Call, wanted: Given, steps: Sequence[l.Kernel | l.Call]) -> list[l.Kernel | l.Call]:
+    """A step, or the two kernels it is where it stores a new value, of which a part is enough, and something besides:
+    what says where two caches change was left to the kernel that writes one of them. Nothing is reduced twice.
     """
-    new = [s for s in kernel.stores if s.buffer in wanted]
-    others = [s for s in kernel.stores if s.buffer not in wanted]
-    if not new or not others:
-        return (kernel,)
-    one = l.Kernel(kernel.name, kernel.axes, tuple(new), kernel.source)
-    if isinstance(only_changed(one, wanted), str):
-        return (kernel,)
-    name = others[0].buffer.name if kernel.name != others[0].buffer.name else f"{kernel.name}_beside"
-    axes = tuple(a for a in kernel.axes if any(a in s.free for s in others))
-    return l.Kernel(name, axes, tuple(others), kernel.source), one
+    if not isinstance(step, l.Kernel) or not any(b in wanted for b in step.writes):
+        return [step]
+    own, others = ([s for s in step.stores if (s.buffer in wanted) is new] for new in (True, False))
+    if not others or isinstance(_part(alone := storing(step, own), wanted, steps)[0], str) or alone.carried:
+        return [step]
+    return [storing(step, others), alone]
+
+
+def _part(kernel: l.Kernel, wanted: Given, steps: Sequence[l.Kernel | l.Call]) -> tuple[l.Kernel | str, list[l.Kernel]]:
+    """A kernel that stores only what changes, or why it cannot; and others, which it computes the stores of itself."""
+    made = only_changed(kernel, wanted)
+    if isinstance(made, str):
+        seen, makers = _seen_through(kernel, steps)
+        again = only_changed(seen, wanted) if makers else made
+        if isinstance(again, l.Kernel) and len(again.carried) <= len(kernel.carried):
+            return again, makers
+    return made, []
 
 
 def _seen_through(kernel: l.Kernel, steps: Sequence[l.Kernel | l.Call]) -> tuple[l.Kernel, list[l.Kernel]]:
