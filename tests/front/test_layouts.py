@@ -58,6 +58,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         (images(2, 3, 4, 5).abs() + 1, torch.rand(2, 3, 4, 5) + 1),
     ),
     "nearest": (lambda x: F.interpolate(x, 7), (torch.randn(2, 4, 5).transpose(1, 2),)),
+    "nothing": (lambda x: (torch.stack((x, x)), torch.cat((x, x), 1) + 1), (torch.randn(0, 8),)),
     "an input and a number": (lambda x: (x + 1, torch.zeros(3, 4).t().clone()), (torch.randn(4, 3).t(),)),
 }
 
