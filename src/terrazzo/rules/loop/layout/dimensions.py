@@ -20,6 +20,7 @@ from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.proof import leaves
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, contiguous_strides
+from terrazzo.ir.verify import kernel_problem
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.moves import meeting
 
@@ -90,8 +91,11 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
             continue
         kind, name = Type(b.type.dtype, shape), f"{b.name}_apart"
         if b not in fixed:
-            new[b] = l.Buffer(b.name, kind)
-            log.add(Event(PASS, RULE, b.name, True, f"{b.type} is stored as {kind}"))
+            made = l.Buffer(b.name, kind)
+            why = next((_problem(s, b, made) for s in program.steps if isinstance(s, l.Kernel) and b in s.writes), "")
+            if not why:
+                new[b] = made
+            log.add(Event(PASS, RULE, b.name, not why, why or f"{b.type} is stored as {kind}"))
         elif copied and b in often and name not in taken:
             copies[b] = l.Buffer(name, kind)
             log.add(Event(PASS, RULE, b.name, True, f"{b.type} is copied as {kind}"))
@@ -115,6 +119,12 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
         steps.append(s)
     log.applied(PASS, RULE, ", ".join(b.name for b in (*new, *copies)), program.steps, steps)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+def _problem(kernel: l.Kernel, old: l.Buffer, new: l.Buffer) -> str:
+    """Why a kernel cannot store a buffer with other dimensions, or nothing: where its digits are none of theirs."""
+    stores = tuple(_placed(s, new) if s.buffer is old else s for s in kernel.stores)
+    return kernel_problem(l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
 
 
 OFTEN = 128
