@@ -31,8 +31,10 @@ def dropouts() -> dict[Any, Callable[..., Any]]:
 
 def drop_nothing(gm: Any) -> None:
     """Have a graph of Dynamo's go on with the tensor itself where nothing is dropped of it, as eager mode does: who
-    writes to the result writes to it. AOTAutograd would copy it.
+    writes to the result writes to it. AOTAutograd would copy it. With a probability of 0 eager mode copies it, too, and
+    draws what says that all stays.
     """
+    import torch
     from torch.nn.functional import alpha_dropout, dropout, dropout2d, dropout3d, feature_alpha_dropout
 
     for op in (dropout, dropout2d, dropout3d, alpha_dropout, feature_alpha_dropout):
@@ -41,4 +43,6 @@ def drop_nothing(gm: Any) -> None:
             if given.get("training", True) is False and 0 <= given.get("p", 0.5) <= 1:
                 node.replace_all_uses_with(given["input"])
                 gm.graph.erase_node(node)
+            elif given.get("p", 0.5) == 0 and not given.get("inplace", False):
+                node.target, node.args, node.kwargs = torch.clone, (given["input"],), {}
     gm.recompile()

@@ -26,6 +26,7 @@ from terrazzo.front.segments import in_segments, run_by_pytorch
 from terrazzo.front.twice import Twice
 from terrazzo.front.unfolded import unfold_by_views, windows
 from terrazzo.front.written import writes
+from terrazzo.front.written_out import unround_weights
 from terrazzo.options import Options
 from terrazzo.reproduce import failing
 
@@ -73,6 +74,9 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    from terrazzo.pipelines import chained_sizes
+    from terrazzo.targets import target
+
     primals: list[Any] = []
     traced = False
 
@@ -105,6 +109,10 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     gather_picked(gm)
     gather_scans(gm)
     unfold_by_views(gm)
+    where = _resolved(example_inputs, options)
+    trains = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs)
+    if trains and where and target(where.target).gpu:
+        unround_weights(gm, example_inputs)
     try:
         with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             compiled = aot_module_simplified(
@@ -114,7 +122,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 bw_compiler=torch._dynamo.disable(backward),  # called, and what it made, within code that dynamo traces
                 inference_compiler=inference,
                 decompositions=table(),
-                partition_fn=partial(partition, wide=_wide(example_inputs, options)),
+                partition_fn=partial(partition, wide=where is not None and 4 in chained_sizes(where)),
                 keep_inference_input_mutations=True,
             )
             traced = True
@@ -174,18 +182,17 @@ def _define(gm: Any) -> None:
         gm.recompile()
 
 
-def _wide(inputs: Sequence[Any], options: Options) -> bool:
-    """Whether attention in 32 bits is one kernel on the one device that tensors are on."""
+def _resolved(inputs: Sequence[Any], options: Options) -> Options | None:
+    """The options for the one device that tensors are on; None where there are several, or one without a record."""
     import torch
 
-    from terrazzo.pipelines import chained_sizes
     from terrazzo.run.compiled import resolved
 
     devices = {str(x.device) for x in inputs if isinstance(x, torch.Tensor)}
     try:
-        return len(devices) == 1 and 4 in chained_sizes(resolved(options, *devices))
+        return resolved(options, *devices) if len(devices) == 1 else None
     except Limitation:  # a GPU there is no record of, which is told where it is compiled for
-        return False
+        return None
 
 
 def _only_read(static: Sequence[int]) -> list[int]:

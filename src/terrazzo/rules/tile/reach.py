@@ -19,6 +19,7 @@ from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.plan import Agent, Order, Plan, Product, Reach
 from terrazzo.ir.show_expr import show_expr
 from terrazzo.rewrite.rule import rule
+from terrazzo.rules.loop.folding.fold import negated
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import computed, weight
 from terrazzo.rules.tile.lengths import Blocks, length, without_blocks
@@ -99,6 +100,8 @@ def _nearest(bounds: Sequence[IntExpr | None], sign: int) -> IntExpr | None:
 def _apart(x: Any, nothing: float) -> tuple[Any, tuple[Either, ...]]:
     if not isinstance(x, l.Apply):
         return x, ()
+    if x.fn.name == "where" and _is(x.args[1], nothing) and (seen := negated(x.args[0])) is not None:
+        x = l.apply("where", seen, x.args[2], x.args[1])
     if x.fn.name == "where" and _is(x.args[2], nothing):
         (some, rest), (bare, inside) = _parts(x.args[0]), _apart(x.args[1], nothing)
         if not some:
