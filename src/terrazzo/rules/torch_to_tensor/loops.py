@@ -5,7 +5,9 @@ weight whose other factors are all there before the first of them is wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from terrazzo.ir.dialects.torch import Aten
@@ -14,6 +16,8 @@ from terrazzo.ir.program import Program
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.torch_to_tensor.in_eager import Joined, chunks
+from terrazzo.rules.torch_to_tensor.in_eager import groups as in_groups
 from terrazzo.rules.torch_to_tensor.sums import (
     FEWEST,
     PASS,
@@ -122,6 +126,7 @@ def _moved(x: Any, dim: int, old: Any, now: Any) -> Any:
 def products_together(program: Program, log: Log, rates: Rates) -> Program:
     """The program with products by one weight as one, where none of them needs another, where that is cheaper, and
     where what reads them reads another product too, or takes them apart, so that it is a kernel of its own anyway.
+    Where that takes more memory than eager mode does they are several, of some steps each.
 
     @torch
     def f(x: f32[2, 3, 4], w: f32[4, 5], u: f32[5, 5], h: f32[2, 5]):
@@ -165,10 +170,10 @@ def products_together(program: Program, log: Log, rates: Rates) -> Program:
     groups: dict[tuple[Any, Any], list[Any]] = {}
     for n in order:
         if isinstance(n, Aten) and is_call(n, "aten.mm.default", "aten.addmm.default") and not n.kwargs:
-            *bias, x, w = n.args
+            *bias, _, w = n.args
             if not bias or len(shape(bias[0])) == 1:
                 groups.setdefault((bias[0] if bias else None, w), []).append(n)
-    new: dict[Node, Any] = {}
+    found: list[_Stack] = []
     for (bias, w), group in groups.items():
         if len(group) < FEWEST:
             continue
@@ -194,14 +199,53 @@ def products_together(program: Program, log: Log, rates: Rates) -> Program:
             fired = cheapest(choice) == "together"
             log.add(Event(PASS, "products_together", name, fired, f"{len(ready)} products: {choice.prices()}"))
             if fired:
-                at = 0
-                begins = {}
-                for x in pieces:
-                    begins[x] = at
-                    at += shape(x)[0]
-                made = partial(_product, bias, w, flat(one) if one is not None else cat(pieces))
-                new |= {n: partial(_rows, made, begins[n.args[-2]], n) for n in ready}
-    return replaced(program, log, "products_together", new) if new else program
+                found.append(_Stack(bias, w, ready, pieces, one))
+
+    def made(counts: Sequence[int], log: Log) -> Program:
+        new = {n: make for stack, count in zip(found, counts, strict=True) for n, make in stack.products(count).items()}
+        return replaced(program, log, "products_together", new)
+
+    if not found:
+        return program
+    joined = [Joined(len(x.pieces), rates.launch + size(x.w) * rates.byte) for x in found]
+    counts = in_groups(program, joined, lambda counts: made(counts, Log()), rates)
+    for stack, count in zip(found, counts, strict=True):
+        if count > 1:
+            why = f"in {count} groups: as one they would take more memory than in eager mode"
+            log.add(Event(PASS, "products_together", program.names.get(stack.ready[0], ""), True, why))
+    return made(counts, log)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Products by a weight as one: of the pieces that are multiplied, which lie in `one` tensor, or nowhere yet."""
+
+    bias: Any
+    w: Any
+    ready: list[Any]
+    pieces: tuple[Any, ...]
+    one: Any
+
+    def products(self, groups: int) -> dict[Node, Any]:
+        """What makes each product, where so many pieces are multiplied at once as are in one of the groups."""
+        new: dict[Node, Any] = {}
+        for some in chunks(len(self.pieces), groups):
+            if len(some) == 1:  # it stays as it is
+                continue
+            pieces = self.pieces[some.start : some.stop]
+            x = cat(pieces) if self.one is None else flat(_part(self.one, some))
+            made = partial(_product, self.bias, self.w, x)
+            begins = dict(zip(pieces, accumulate((shape(x)[0] for x in pieces), initial=0), strict=False))
+            new |= {n: partial(_rows, made, begins[x], n) for n in self.ready if (x := n.args[-2]) in begins}
+        return new
+
+
+def _part(x: Any, some: range) -> Any:
+    """Some along the first dimension of a tensor."""
+    if len(some) == shape(x)[0]:
+        return x
+    kind = Type(x.type.dtype, (len(some), *shape(x)[1:]))
+    return Aten("aten.slice.Tensor", (x, 0, some.start, some.stop), (), kind)
 
 
 def _levels(order: Sequence[Node], place: Mapping[Node, int], group: Sequence[Any]) -> list[list[Any]]:

@@ -7,6 +7,7 @@ gradient, and what went in. The sum over the steps and the sum in each product a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from terrazzo.ir.program import Program
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Choice, Event, Log, cheapest
 from terrazzo.rules.loop.cost import Rates
+from terrazzo.rules.torch_to_tensor.in_eager import Joined, groups
 from terrazzo.rules.torch_to_tensor.sums import (
     FEWEST,
     PASS,
@@ -45,7 +47,8 @@ class Term:
 
 def sums_together(program: Program, log: Log, rates: Rates) -> Program:
     """The program with every sum of many products as one, where that is cheaper: products that are rounded before they
-    are added, and sums of columns beside them, are rounded once.
+    are added, and sums of columns beside them, are rounded once. Where that takes more memory than eager mode does
+    those stay apart that gain little.
 
     @torch
     def f(x: f32[2, 3], y: f32[2, 4], z: f32[2, 3], u: f32[2, 4], v: f32[2, 3], w: f32[2, 4]):
@@ -68,8 +71,30 @@ def sums_together(program: Program, log: Log, rates: Rates) -> Program:
         return (e,)
     """
     work = _Together(program, log, rates)
-    new = {total: partial(work.one, *parts) for total, parts in work.taken.items()}
-    return replaced(program, log, "sums_together", new) if new else program
+    products = [*work.gains]
+
+    def made(counts: Sequence[int], log: Log) -> Program:
+        new = {total: partial(work.one, *parts) for total, parts in work.without(_apart(products, counts)).items()}
+        return replaced(program, log, "sums_together", new)
+
+    if not work.taken:
+        return program
+    joined = [Joined(2, work.gains[total]) for total in products]
+    counts = groups(program, joined, lambda counts: made(counts, Log()), rates)
+    for total in _apart(products, counts):
+        why = "as one they would take more memory than in eager mode"
+        log.add(Event(PASS, "sums_together", work.name(total), False, why))
+    return made(counts, log)
+
+
+def _apart(products: Sequence[Node], counts: Sequence[int]) -> set[Node]:
+    """The sums of products that stay as they are, where others are one group."""
+    return {total for total, count in zip(products, counts, strict=True) if count > 1}
+
+
+def _sides(terms: Sequence[Term]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """What terms multiply from either side."""
+    return tuple(x.x for x in terms), tuple(x.y for x in terms if x.y)
 
 
 @dataclass
@@ -78,6 +103,7 @@ class _Together:
     log: Log
     rates: Rates
     taken: dict[Node, tuple[list[Term], list[Node]]] = field(default_factory=dict)  # one sum, and what is added to it
+    gains: dict[Node, float] = field(default_factory=dict)  # nanoseconds, of sums of products
     joined: dict[tuple[Node, ...], Node] = field(default_factory=dict)  # what is one below the other, by its pieces
     orders: dict[frozenset[Node], tuple[Node, ...]] = field(default_factory=dict)  # and the order of these
 
@@ -153,7 +179,8 @@ class _Together:
                 "apart": count * self.rates.launch + (sum(sizes) + (2 * count + 1) * out) * self.rates.byte,
             },
         )
-        fired = cheapest(choice) == "together"
+        if fired := cheapest(choice) == "together":
+            self.gains[total] = choice.cost["apart"] - choice.cost["together"]
         self.log.add(Event(PASS, "sums_together", choice.subject, fired, f"{count} products: {choice.prices()}"))
         return fired
 
@@ -162,9 +189,18 @@ class _Together:
         if total in self.taken:
             return
         self.taken[total] = terms, others
-        for pieces in {tuple(x.x for x in terms), tuple(x.y for x in terms if x.y)} - {()}:
+        for pieces in {*_sides(terms)} - {()}:
             if pieces not in self.joined:
                 self.known(pieces, cat(pieces))
+
+    def without(self, apart: set[Node]) -> dict[Node, tuple[list[Term], list[Node]]]:
+        """What is one sum each where some sums of products stay `apart`, and what only they put one below the other."""
+        kept = {total: parts for total, parts in self.taken.items() if total not in apart}
+        sides = {pieces for total in kept if total in self.gains for pieces in _sides(kept[total][0])}
+        alone = {pieces for total in apart for pieces in _sides(self.taken[total][0])} - sides
+        return {
+            total: parts for total, parts in kept.items() if total in self.gains or _sides(parts[0])[0] not in alone
+        }
 
     def one(self, terms: list[Term], others: list[Node], now: Any) -> Any:
         """Terms as one product, or as one sum of columns, of new values, and the others."""
