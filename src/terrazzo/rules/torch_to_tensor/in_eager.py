@@ -41,10 +41,7 @@ def most_in_eager(program: Program) -> int:
     lies: dict[Node, Node] = {}
     last: dict[Node, int] = {}
     for n, x in enumerate(order):
-        inside = isinstance(x, Get) or (
-            isinstance(x, Aten) and (views(x.name) or is_call(x, "aten._unsafe_view.default"))
-        )
-        if inside and x.children:
+        if x.children and (isinstance(x, Get) or (isinstance(x, Aten) and (views(x.name) or x.name in SAME_MEMORY))):
             lies[x] = lies.get(x.children[0], x.children[0])
         last |= {lies.get(y, y): n for y in (x, *x.children)}
     last |= {lies.get(x, x): len(order) for x in program.results}
