@@ -11,9 +11,11 @@ from tests.kernels.programs import lowered
 
 from terrazzo.interp import loop
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import topological
 from terrazzo.ir.text import parse, show
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.folding.fold import fold
+from terrazzo.rules.loop.folding import fold as folding
+from terrazzo.rules.loop.folding.fold import fold, fold_indices
 
 
 def program(*lines: str, dtype: str = "i64") -> l.Program:
@@ -148,3 +150,33 @@ def test_other_rows_are_written_from_what_is_read_anyway(first: int) -> None:
     assert [len(x.inside) for x in kernel.terms if isinstance(x, l.Load)] == [0]
     apart = program("v = where(eq(index(a0 % 2), i64(1)), x[(a0 // 2) * 2, a1], x[a0, a1])")
     assert fold(apart, Log()) == apart, "nothing is known of the others"
+
+
+def test_what_stores_have_in_common_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a lattice stores what flows in nine directions, all of it made of the same sums."""
+    text = """@loop
+def f(x: f32[6, 9]):
+    with kernel('z', y=f32[6, 9], z=f32[6, 9]):
+        for a0 in free(6):
+            for a1 in free(9):
+                in0 = x[a0, a1]
+                v0 = exp(in0)
+                v1 = where(lt(index(a0), i64(6)), v0, f32(7.0))
+                v2 = sin(v1)
+                v3 = cos(v1)
+                y[a0, a1] = v2
+                z[a0, a1] = v3
+    return (y, z)
+"""
+    (kernel,) = parse(text).steps
+    asked: list[Any] = []
+    fold_node = folding.folding
+
+    def counted(node: Any) -> Any:
+        asked.append(node)
+        return fold_node(node)
+
+    monkeypatch.setattr(folding, "folding", counted)
+    made = fold_indices(kernel)
+    assert "where" in show(kernel) and "where" not in show(made)
+    assert len(asked) == len(topological([s.value for s in kernel.stores]))

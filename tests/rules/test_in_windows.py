@@ -22,6 +22,7 @@ from terrazzo.ir.verify import problem
 from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.memory import in_windows as windows_of
 from terrazzo.rules.loop.memory import windows
 from terrazzo.rules.loop.memory.in_windows import in_windows
 from terrazzo.rules.loop.memory.lifetimes import in_use
@@ -133,6 +134,38 @@ def test_who_reads_nothing_of_a_maker_is_not_asked_about_it(monkeypatch: pytest.
     readers[z] = z.axes[1]
     assert reading.themselves(x_parts, 2) == first and reading.extents == {4096, 64} and asked == ["y"]
     assert reading.themselves(w_parts, 2) and asked == ["y", "z"]
+
+
+STATE = """
+    with kernel('s{n}', s{n}=f32[512, 512]):
+        for a0 in free(512):
+            for a1 in free(512):
+                in0 = s{m}[a0, a1]
+                in1 = m{m}[a0, a1]
+                v0 = mul(in0, in1)
+                in2 = m{n}[a0, a1]
+                v1 = add(v0, in2)
+                s{n}[a0, a1] = v1"""
+
+
+def test_who_reads_what_others_of_a_group_store_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state of a recurrent net reads the one before: how far a group would go behind that makes no difference."""
+    asked: list[Any] = []
+    real = windows_of._makers
+
+    def makers(uses: Any, readers: Any, refused: Any) -> Any:
+        asked.append((frozenset(readers.items()), frozenset(refused)))
+        return real(uses, readers, refused)
+
+    monkeypatch.setattr(windows_of, "_makers", makers)
+    steps = 12
+    made = "".join(PARTS.format(x=f"x{n}", n=512).replace(f"x{n}_1", f"m{n}") for n in range(steps))
+    states = "".join(STATE.format(m=n - 1, n=n) for n in range(1, steps))
+    inputs = ", ".join(f"x{n}: f32[512, 512]" for n in range(steps))
+    program = parse(f"@loop\ndef f({inputs}, s0: f32[512, 512]):{made}{states}\n    return (s{steps - 1},)")
+    in_windows(program, Log(), lambda s: float(len(s)), worth=0)
+    assert max(len(readers) for readers, _ in asked) == 1
+    assert max(map(asked.count, asked)) <= 2  # with others that read what is made for it, and alone
 
 
 def test_what_guards_of_other_axes_leave_out() -> None:

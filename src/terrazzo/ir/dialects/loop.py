@@ -18,7 +18,7 @@ from terrazzo.ir.dialects import scalar as sc
 from terrazzo.ir.dialects.scalar import Scalar
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Var, at_least
 from terrazzo.ir.monoid import Monoid
-from terrazzo.ir.node import Node, derived, free_in, substitute, topological
+from terrazzo.ir.node import Node, derived, free_in, substituted, topological
 from terrazzo.ir.types import DType, Type, i64
 
 
@@ -133,7 +133,7 @@ class Scan(Term, dialect="loop", op="scan"):
     @derived
     def step(self) -> tuple[Node, ...]:
         """What is combined in at the point `at`."""
-        return tuple(substitute(a, {self.axis: self.at}) for a in self.args)
+        return substituted(self.args, {self.axis: self.at})
 
     def infer(self) -> Any:
         return _monoid_type(self.monoid, self.args)
@@ -292,16 +292,14 @@ def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...],
     own: Sequence[Any] = axes
     if any(isinstance(a, Bound) for a in axes):  # two steps: labels may be permuted
         own = [Var(fresh_name(), a.extent) for a in axes]
-        args = [substitute(a, dict(zip(axes, own, strict=True))) for a in args]
-    rename: dict[Any, Any] = dict(zip(own, bound, strict=True))
-    return bound, tuple(substitute(a, rename) for a in args)
+        args = substituted(args, dict(zip(axes, own, strict=True)))
+    return bound, substituted(args, dict(zip(own, bound, strict=True)))
 
 
 def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]:
     """The axes as fresh free variables, and the arguments in terms of them. Close again by constructing."""
     axes = tuple(Var(fresh_name(), a.extent) for a in _axes(node))
-    rename: dict[Any, Any] = dict(zip(_axes(node), axes, strict=True))
-    return axes, tuple(substitute(a, rename) for a in node.args)
+    return axes, substituted(node.args, dict(zip(_axes(node), axes, strict=True)))
 
 
 def apply(fn: str, *args: Node) -> Apply:

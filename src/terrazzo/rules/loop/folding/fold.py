@@ -120,7 +120,8 @@ def fold_indices(kernel: l.Kernel) -> l.Kernel:
                     z[a0, a1] = in0
         return (z,)
     """
-    stores = tuple(l.Store(s.buffer, s.index, folded(s.value)) for s in kernel.stores)
+    values = transformed([s.value for s in kernel.stores], folding)  # what several have in common is folded once
+    stores = tuple(l.Store(s.buffer, s.index, x) for s, x in zip(kernel.stores, values, strict=True))
     return kernel if stores == kernel.stores else l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -240,11 +241,12 @@ def _groups(program: l.Program, peak: int, wanted: Callable[[l.Kernel], bool]) -
     large = sorted(made.values(), key=lambda b: -b.type.span)
     again = [b for b in large if wanted(uses.maker[b])]  # type: ignore[arg-type]
     seen: set[tuple[frozenset[l.Kernel], frozenset[l.Kernel]]] = set()
+    closed = cache(partial(_closed, uses))  # much is read by who reads other things that are large, too
     for b in (*again[:LARGEST], *[b for b in large if b not in again][:LARGEST]):
         for reader, read in uses.along(b):
             axes = {a for x in _loads(reader, read) for a in x.free}
             for axis in (a for a in reader.axes if a in axes and isinstance(a.extent, int)):  # type: ignore[union-attr]
-                group = _closed(uses, reader, axis)  # type: ignore[arg-type]
+                group = closed(reader, axis)
                 same = group and (frozenset(group.readers), frozenset(group.makers))
                 if not group or not same or uses.maker[b] not in group.makers or same in seen:
                     continue
@@ -277,7 +279,10 @@ def _closed(uses: _Uses, reader: l.Kernel, axis: Var) -> Group | None:
 def _grown(uses: _Uses, reader: l.Kernel, axis: Var, alone: bool) -> Group | None:
     """The same; if it is to be `alone`, whatever others read is there whole."""
     readers, refused = {reader: axis}, set[l.Kernel]()
+    read, written = {*reader.reads}, {*reader.writes}
     while True:
+        if not read.isdisjoint(written):  # one would be a step between, whoever makes what they read
+            return None
         makers = _makers(uses, readers, refused)
         others = {r: m for m in makers for b in m.writes for r in uses.readers.get(b, ())}
         others = {r: m for r, m in others.items() if r not in readers and r not in makers}
@@ -290,10 +295,12 @@ def _grown(uses: _Uses, reader: l.Kernel, axis: Var, alone: bool) -> Group | Non
                 refused.add(maker)
             else:
                 readers[other] = along  # type: ignore[index]
+                read.update(other.reads)
+                written.update(other.writes)
     mine = [uses.place[k] for k in (*readers, *makers)]
-    written = {b for k in (*readers, *makers) for b in k.writes}
+    inside = any(r in makers for b in written for r in uses.readers.get(b, ()))
+    written.update(b for k in makers for b in k.writes)
     between = (s for s, n in uses.place.items() if min(mine) < n < max(mine) and s not in readers and s not in makers)
-    inside = {b for k in readers for b in k.writes for r in uses.readers.get(b, ()) if r in readers or r in makers}
     if inside or not all(written.isdisjoint(s.reads) for s in between):
         return None
     return Group(readers, makers) if all(map(along_axis, readers, readers.values())) else None
