@@ -281,8 +281,6 @@ def _grown(uses: _Uses, reader: l.Kernel, axis: Var, alone: bool) -> Group | Non
     readers, refused = {reader: axis}, set[l.Kernel]()
     read, written = {*reader.reads}, {*reader.writes}
     while True:
-        if not read.isdisjoint(written):  # one would be a step between, whoever makes what they read
-            return None
         makers = _makers(uses, readers, refused)
         others = {r: m for m in makers for b in m.writes for r in uses.readers.get(b, ())}
         others = {r: m for r, m in others.items() if r not in readers and r not in makers}
@@ -297,8 +295,10 @@ def _grown(uses: _Uses, reader: l.Kernel, axis: Var, alone: bool) -> Group | Non
                 readers[other] = along  # type: ignore[index]
                 read.update(other.reads)
                 written.update(other.writes)
+                if not read.isdisjoint(written):  # one would be a step between, whoever makes what they read
+                    return None
     mine = [uses.place[k] for k in (*readers, *makers)]
-    inside = any(r in makers for b in written for r in uses.readers.get(b, ()))
+    inside = any(r in readers or r in makers for b in written for r in uses.readers.get(b, ()))
     written.update(b for k in makers for b in k.writes)
     between = (s for s, n in uses.place.items() if min(mine) < n < max(mine) and s not in readers and s not in makers)
     if inside or not all(written.isdisjoint(s.reads) for s in between):
