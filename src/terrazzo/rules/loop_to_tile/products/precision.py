@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.placeless import placeless
 from terrazzo.ir.sites import Product, no_product, product
 from terrazzo.rules.loop.precision.number_parts import SCALE
 from terrazzo.rules.loop_to_tile.chains import chains
@@ -110,8 +111,8 @@ def _in_parts(kernel: l.Kernel, gpu: Gpu, lost: Callable[[k.Kernel], str], most:
         return math.inf, why
     time, why = _multiplied(kernel, gpu, lost, most)
     if len(each := products_apart(kernel)) > 1:  # fewer parts of more products fit in a tile together
-        found = [_multiplied(x, gpu, lost, most) for x in each]
-        if (apart := sum(t for t, _ in found)) < time:
+        once = cache(lambda x: _multiplied(x, gpu, lost, most)[0])  # those of a sum are alike
+        if (apart := sum(once(placeless(x)) for x in each)) < time:
             time, why = apart, ""
     return time, why
 
