@@ -149,13 +149,14 @@ def compile(
     import torch
     from torch.utils import _pytree as pytree
 
+    from terrazzo.front.attention import may_be_called
     from terrazzo.front.capture import capture
     from terrazzo.run.compiled import compile_program
     from terrazzo.tune.search import tune
 
     chosen = options if isinstance(options, Options) else Options.from_mapping(options or {})
-    captured = capture(fn, example_inputs, kwargs, views=True)
     tensors = [x for x in pytree.tree_leaves((example_inputs, kwargs)) if isinstance(x, torch.Tensor)]
+    captured = capture(fn, example_inputs, kwargs, views=True, called=may_be_called(chosen, tensors))
     devices = [t.device for t in (*captured.bound.values(), *captured.state, *tensors) if t.device.type != "cpu"]
     device = str(devices[0]) if devices else "cpu"
     chosen = replace(chosen.bound(captured.bound), updated=tuple(captured.inputs[k] for k in captured.changed))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from terrazzo.front.capture import attention_by_definition
+from terrazzo.front.attention import attention_traced
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
 from terrazzo.front.row_numbers import keep_row_numbers
@@ -113,7 +113,7 @@ def test_weights_of_float32_are_kept_where_no_kernel_has_them(causal: bool, wide
         return forward, backward
 
     def backend(gm: Any, inputs: Any) -> Any:
-        with attention_by_definition():
+        with attention_traced():
             options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
             return aot_module_simplified(gm, inputs, partition_fn=apart, **options)
 
@@ -142,7 +142,7 @@ def test_numbers_of_rows_are_kept_where_their_sums_are_exact(
     monkeypatch.setattr("terrazzo.front.partition.keep_row_numbers", keep)
 
     def backend(gm: Any, inputs: Any) -> Any:
-        with attention_by_definition():
+        with attention_traced():
             options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
             apart = functools.partial(partition, wide=True)
             return aot_module_simplified(gm, inputs, partition_fn=apart, **options)

@@ -11,7 +11,8 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.nn import functional as F
 
-from terrazzo.front.capture import attention_by_definition, capture
+from terrazzo.front.attention import attention_traced
+from terrazzo.front.capture import capture
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
 from terrazzo.interp import loop as interpreter
@@ -62,7 +63,7 @@ def kept(run: Callable[..., Any], given: list[torch.Tensor], compiled: str = "")
         return forward, backward
 
     def backend(gm: Any, inputs: Any) -> Any:
-        with attention_by_definition():
+        with attention_traced():
             options = {"fw_compiler": lambda graph, _: graph.forward, "decompositions": table()}
             return aot_module_simplified(gm, inputs, partition_fn=apart, **options)
 

@@ -61,6 +61,7 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, re
     import torch
     from torch.utils import _pytree as pytree
 
+    from terrazzo.front.attention import may_be_called
     from terrazzo.front.capture import capture
     from terrazzo.interp import torch as interpreter
 
@@ -68,7 +69,8 @@ def _captured(fn: Any, args: Any, kwargs: Mapping[str, Any] | None = None, *, re
         fn = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (tuple(args), dict(kwargs or {})))
     with working("capturing"), _quiet():
-        captured = capture(fn, args, kwargs)
+        called = may_be_called(request.options, pytree.tree_leaves((args, kwargs)))
+        captured = capture(fn, args, kwargs, called=called)
     inputs = captured.given(args, kwargs or {})
     changed = [list(inputs.values())[k] for k in captured.changed]
 

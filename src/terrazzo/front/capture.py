@@ -1,7 +1,7 @@
 """Capture: a module or a function, with example inputs, to Torch IR.
 
 The call is traced once with fake tensors: in-place ops become functional, ops outside our set are taken apart by
-PyTorch's own decompositions, attention by its mathematical definition.
+PyTorch's own decompositions, attention by its mathematical definition (on a processor it may be an op).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from terrazzo.collector import paused
 from terrazzo.errors import Limitation, TerrazzoError, UserError
 from terrazzo.front import functionalized
 from terrazzo.front.associative import associative_scans
+from terrazzo.front.attention import attention_traced, attentions
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.drawn import dropouts
 from terrazzo.front.effects import (
@@ -90,15 +91,6 @@ class Captured:
         return dict(zip(self.inputs, (*self.state, *tensors), strict=True))
 
 
-@contextmanager
-def attention_by_definition() -> Iterator[None]:
-    """Within this, scaled_dot_product_attention is traced as the matmuls and the softmax it is defined by."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
 @paused()
 def capture(
     fn: Callable[..., Any],
@@ -107,30 +99,32 @@ def capture(
     name: str = "forward",
     *,
     views: bool = False,
+    called: bool = False,
 ) -> Captured:
     """Trace `fn(*args, **kwargs)`. Parameters and buffers of a module become bound inputs.
 
     Attributes that the call sets to numbers (and such) are left alone where all calls are one program with them too.
     The program's results are those of the call and then the new values of what it changes in place. With `views`, the
     results of the call are made of the program's as `results` says, so that they share memory where PyTorch's do.
+    With `called`, attention may be PyTorch's op for processors.
     A call that branches on whole numbers that the module keeps as buffers is the program for their values.
     """
     numbers: Mapping[str, Any] = {}
     later: list[Set] = []
     more: list[Set] = []
     try:
-        found = _capture(fn, args, kwargs, name, views, later)
+        found = _capture(fn, args, kwargs, name, views, called, later)
     except _Branches as why:
         if not (numbers := whole_numbers(fn)):
             raise
         later.clear()
         try:
-            found = _capture(fn, args, kwargs, name, views, later, numbers)
+            found = _capture(fn, args, kwargs, name, views, called, later, numbers)
         except Limitation:
             raise why from None
     if later:  # which makes no difference if later calls, of what has these values, are the same program
         with attributes_set(later):
-            again = _capture(fn, args, kwargs, name, views, more, numbers)
+            again = _capture(fn, args, kwargs, name, views, called, more, numbers)
         if more or not _same(found, again):
             raise not_set(later)
     return found
@@ -174,6 +168,7 @@ def _capture(
     kwargs: Mapping[str, Any] | None,
     name: str,
     views: bool,
+    called: bool,
     later: list[Set],
     numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Captured:
@@ -202,9 +197,9 @@ def _capture(
         leaves = list(flat)
         for k, v in zip(varying, tensors[len(state) :], strict=True):
             leaves[k] = v
-        called = pytree.tree_unflatten(leaves, arguments)
-        with nothing_else_changes(module, called, later):
-            out = fn(*called[0], **called[1]) if module is None else functional(module, weights, *called)
+        given = pytree.tree_unflatten(leaves, arguments)
+        with nothing_else_changes(module, given, later):
+            out = fn(*given[0], **given[1]) if module is None else functional(module, weights, *given)
         found: list[Any]
         found, tree = pytree.tree_flatten(out)
         plain.clear()
@@ -233,7 +228,7 @@ def _capture(
             raise Limitation(
                 f"{label}: tensors of layout {t.layout} are not supported; torch.compile gives them to PyTorch"
             )
-    gm, changed = trace(call, [t.detach() for t in tensors])
+    gm, changed = trace(call, [t.detach() for t in tensors], called)
     _refuse_aliases(changed, tensors, labels)
     output = next(n for n in gm.graph.nodes if n.op == "output")
     count = len(output.args[0]) - len(changed)
@@ -321,9 +316,9 @@ def _said_to_be_traced() -> Iterator[None]:
             setattr(torch.compiler, n, value)
 
 
-def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple[Any, list[int]]:
+def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any], called: bool = False) -> tuple[Any, list[int]]:
     """The functional ATen graph of `fn(tensors)`, decomposed, and which of the tensors it changes in place: their new
-    values are the graph's last results.
+    values are the graph's last results. With `called`, attention may be an op.
     """
     import torch
     from torch._dynamo.convert_frame import compile_lock
@@ -350,8 +345,8 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any]) -> tuple
         with (
             compile_lock,  # PyTorch traces in one thread at a time: who is traced is known to all its functions
             torch.no_grad(),
-            attention_by_definition(),
-            recurrent_nets_by_definition({**definitions(), **dropouts()}),
+            attention_traced(called),
+            recurrent_nets_by_definition({**definitions(), **attentions(called), **dropouts()}),
             distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),

@@ -21,7 +21,7 @@ WHOLE = (
     "grid_sampler_2d", "native_dropout", "linspace", "nll_loss_forward", "nll_loss2d_forward",
     "stack", "_unsafe_view", "split_with_sizes", "split", "unbind", "linalg_vector_norm", "all", "any", "full_like",
     "zeros_like", "ones_like", "embedding_dense_backward", "index_add", "index_copy", "col2im", "max_unpool2d",
-    "max_unpool3d", "unfold_backward",
+    "max_unpool3d", "unfold_backward", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
-from terrazzo.front.capture import attention_by_definition
+from terrazzo.front.attention import attention_traced, attentions, may_be_called
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.devices import device_of, gather_on_one, is_copied
 from terrazzo.front.drawn import drop_nothing
@@ -105,7 +105,8 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     twice = Twice(gm, _warn)
     inline_regions(gm)
     drop_nothing(gm)
-    _define(gm)
+    called = may_be_called(options, example_inputs)
+    _define(gm, called)
     gather_picked(gm)
     gather_scans(gm)
     unfold_by_views(gm)
@@ -114,7 +115,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     if trains and where and target(where.target).gpu:
         unround_weights(gm, example_inputs)
     try:
-        with attention_by_definition(), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
+        with attention_traced(called), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             compiled = aot_module_simplified(
                 gm,
                 example_inputs,
@@ -165,16 +166,18 @@ def _gradients_apart(gm: Any) -> Iterator[None]:
         yield
 
 
-def _define(gm: Any) -> None:
+def _define(gm: Any, called: bool) -> None:
     """Have a graph compute by definition what PyTorch would have it call, or takes apart wrongly: FlexAttention, which
     is scores, changed and masked, their softmax, and what is known of rows, traced with the rest and one kernel where
-    the rules find that; the margins of several labels; and classes as rows of 0 and 1.
+    the rules find that; attention, where it may be `called` but is not; the margins of several labels; and classes as
+    rows of 0 and 1.
     """
     import torch
 
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
     margins, hot = torch.nn.functional.multilabel_margin_loss, torch.nn.functional.one_hot
     meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss, hot: one_hot}
+    meant |= attentions(called)
     found = [n for op in meant for n in gm.graph.find_nodes(op="call_function", target=op)]
     for node in found:
         node.target = meant[node.target]

@@ -448,7 +448,14 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 """A convolution, and its gradients."""
 
 
-ON_A_PROCESSOR = (("product", "bf16"), ("sampling", "f32"), ("sampling", "bf16"))
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+"""Attention on a processor: it is there where it was traced to be called."""
+
+
+ON_A_PROCESSOR = (
+    ("product", "bf16"), *((family, kind) for family in ("sampling", "attention") for kind in ("f32", "bf16")),
+    ("attention", "f16"), ("attention", "f64"),
+)  # fmt: skip
 """Families that are called on processors only, with their types."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.mm.default": ("product", _product),
@@ -471,6 +478,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.stack.default": ("cat", _passes),
     "aten.grid_sampler_2d.default": ("sampling", _passes),
     "aten.masked_scatter.default": ("masked scatter", _passes),
+    **dict.fromkeys((f"{ATTENTION}.default", f"{ATTENTION}_backward.default"), ("attention", _passes)),
     **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
     **{f"aten.max_pool{n}d_with_indices_backward.default": ("pooling", _passes) for n in (2, 3)},
 }

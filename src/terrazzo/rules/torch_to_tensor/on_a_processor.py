@@ -32,22 +32,21 @@ where these are last in memory."""
 
 def on_a_processor(op: Aten, laid_out: Callable[[Node], Type]) -> bool:
     """Whether an op is called on a processor: gradients of convolutions, and convolutions in float32 that are work
-    enough and are transposed, or have filters of several taps and many channels, and strides or few places, or
-    channels last in memory. And all products and convolutions in bfloat16 that are work enough, where the processor
-    multiplies such numbers; but of those with a channel in each group, which multiply no matrices, the ones whose
-    images have channels last in memory; images read at places of their own, linearly or the nearest, of which all
-    channels are read at once there; gradients of largest elements, which are added where these were; and writes
-    where data says, if ours compare many indices. oneDNN takes 0.3 to 0.93 of our time for the gradient of an
-    image, 0.13 to 0.97 for that of weights (two threads; 3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and 1.6 for
-    those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0 for transposed convolutions (one thread with
-    AVX-512, eleven of one to three dimensions, 64 channels one by one to 512 together); 0.57 to 1.13 for such
-    others (3x3 and 2x2, 64 to 512), and 0.73 to 0.87 with 32 channels and strides (AVX2); 0.68 to 0.87 for those
-    whose channels are last (AVX2, 3x3 and 5x5, 16 to 128 channels, at 28 x 28 to 56 x 56). In bfloat16, which our
-    kernels multiply in float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with
-    AVX-512, without AMX). For those with a channel in each group 0.12 to 0.33 where channels are last (3x3 and 7x7,
-    144 and 384 channels, both types), and 0.97 to 1.6 where they are not (bfloat16, 3x3 to 7x7, 32 to 672). For
-    places of their own 0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to
-    0.9.
+    enough and are transposed, or have filters of several taps and many channels, and strides or few places, or channels
+    last in memory. And all products and convolutions in bfloat16 that are work enough, where the processor multiplies
+    such numbers; but of those with a channel in each group, which multiply no matrices, the ones whose images have
+    channels last in memory; images read at places of their own, linearly or the nearest, of which all channels are read
+    at once there; gradients of largest elements, which are added where these were; and writes where data says, if ours
+    compare many indices; and attention, where it was traced as an op. oneDNN takes 0.3 to 0.93 of our time for the
+    gradient of an image, 0.13 to 0.97 for that of weights (two threads; 3x3, 7x7, 1x1, 3 to 256 channels), but 2.1 and
+    1.6 for those of 64 channels, channels first, at 56 x 56; 0.16 to 1.0 for transposed convolutions (one thread with
+    AVX-512, eleven of one to three dimensions, 64 channels one by one to 512 together); 0.57 to 1.13 for such others
+    (3x3 and 2x2, 64 to 512), and 0.73 to 0.87 with 32 channels and strides (AVX2); 0.68 to 0.87 for those whose
+    channels are last (AVX2, 3x3 and 5x5, 16 to 128 channels, at 28 x 28 to 56 x 56). In bfloat16, which our kernels
+    multiply in float32, 0.32 to 0.77 for products and 0.23 to 0.67 for convolutions (one thread with AVX-512, without
+    AMX). For those with a channel in each group 0.12 to 0.33 where channels are last (3x3 and 7x7, 144 and 384
+    channels, both types), and 0.97 to 1.6 where they are not (bfloat16, 3x3 to 7x7, 32 to 672). For places of their own
+    0.39 to 0.56 in float32, and 0.33 to 0.76 in bfloat16; for gradients of largest ones 0.3 to 0.9.
     """
     family, operations = FAMILIES[op.name]
     if family in ("pooling", "sampling"):
@@ -55,6 +54,8 @@ def on_a_processor(op: Aten, laid_out: Callable[[Node], Type]) -> bool:
         return not ours and operations(op.args, first_result(op), 1) >= POINTS
     if family in WRITES:
         return compares_many(op)
+    if family == "attention":
+        return True
     if family not in ("product", "convolution") or op.name == BACKWARD:
         return op.name == BACKWARD
     kind, work = first_result(op).dtype, operations(op.args, first_result(op), 1)
