@@ -105,3 +105,21 @@ def test_a_factor_in_a_tensor_is_compiled(tmp_path: Path) -> None:
         ours = torch.compile(step, backend="terrazzo", options={"target": "interpreter", "cache_dir": tmp_path})
         torch.testing.assert_close(ours(*given, torch.tensor(0.5)), step(*given, torch.tensor(0.5)))
     assert not [f for done in seen for f in done.fallbacks]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_gradients_of_bags_in_bfloat16(last: bool, padding: int | None) -> None:
+    """What PyTorch says of the op's results is not so: it gives no numbers of bags where there is no padding."""
+    offsets = torch.tensor([0, 5, 5, 30] + [40] * last)
+    w, at = torch.randn(20, 16, dtype=torch.bfloat16), torch.randint(20, (40,))
+
+    def gradient(fn: Any) -> torch.Tensor:
+        leaf = w.clone().requires_grad_()
+        out = fn(at, leaf, offsets, mode="sum", include_last_offset=last, padding_idx=padding)
+        return torch.autograd.grad(out.float().square().sum(), leaf)[0]
+
+    torch._dynamo.reset()
+    bag = torch.nn.functional.embedding_bag
+    compiled = torch.compile(lambda *args, **kwargs: bag(*args, **kwargs), backend="terrazzo")
+    assert torch.equal(gradient(compiled), gradient(bag))

@@ -62,6 +62,7 @@ def _table() -> dict[Any, Any]:
     backward = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
     found.update({op: looking.ctc_loss_backward(op) for op in backward})
     found[aten.convolution_backward.default] = _gradients_apart
+    found[aten._embedding_bag.default] = _bags
     edges = (aten.replication_pad1d_backward, aten.replication_pad2d_backward, aten.replication_pad3d_backward)
     found.update({packet.default: _to_the_edges for packet in edges})
     found[aten.linalg_lstsq.default] = looking.lstsq(aten.linalg_lstsq.default)
@@ -171,6 +172,27 @@ def _to_the_edges(grad: Any, x: Any, pad: Any) -> Any:
                 inside = inside + torch.constant_pad_nd(beyond, (*(0, 0) * k, at, last - at))
         out = inside
     return out.to(grad.dtype)
+
+
+def _bags(
+    w: Any, at: Any, offsets: Any, scaled: Any = False, mode: Any = 0, sparse: Any = False, by: Any = None,
+    last: Any = False, padding: Any = -1,
+) -> Any:  # fmt: skip
+    """Sums of rows in bfloat16, of which the op gives no numbers of bags on a processor, although PyTorch says that it
+    does: they are counted. Its gradient takes them.
+    """
+    import torch
+
+    if w.dtype is not torch.bfloat16 or mode or w.device.type != "cpu":
+        return NotImplemented
+    out, *_ = torch.ops.aten._embedding_bag_forward_only.default(
+        w, at, offsets, scaled, mode, sparse, by, last, padding
+    )
+    begin = offsets[:-1] if last else offsets
+    end = offsets[1:] if last else torch.cat([offsets[1:], offsets.new_full((1,), at.shape[0])])
+    places = torch.arange(at.shape[0], dtype=offsets.dtype, device=offsets.device)
+    bags = torch.searchsorted(begin, places, right=True, out_int32=offsets.dtype is torch.int32) - 1
+    return out, bags, end - begin, begin
 
 
 def _gradients_apart(grad: Any, x: Any, w: Any, sizes: Any, *args: Any) -> Any:
