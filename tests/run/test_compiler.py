@@ -208,6 +208,19 @@ def test_a_compiler_without_openmp_falls_back_to_simd(cache: Cache, tmp_path: Pa
 
 
 @needs_compiler
+def test_vectors_are_as_wide_as_the_processors(cache: Cache, tmp_path: Path) -> None:
+    """On x86, whose compilers are told so; one that is not for x86 does not know the flag."""
+    other = script(tmp_path / "other", 'case "$*" in *-mprefer*) exit 1; esac\nexec c++ "$@"')
+    for name, flags in (
+        ("c++", {"-mprefer-vector-width=512"} if platform.machine() == "x86_64" else set()),
+        (other, set()),
+    ):
+        found = find_compiler(name, cache)
+        assert found is not None and "-march=native" in found.flags and found.parallel
+        assert {f for f in found.flags if "prefer" in f} == flags
+
+
+@needs_compiler
 def test_vector_functions_that_the_c_library_lacks_are_not_used(cache: Cache, tmp_path: Path) -> None:
     """A shared object of them links, since what it lacks may come from elsewhere, and cannot be loaded."""
     body = 'for a; do [ "$a" = -DTZ_VECTOR_MATH ] && sed -i s/erff/vector_erff/ kernel.cpp; done\nexec c++ "$@"'

@@ -211,13 +211,13 @@ def test_sines_for_gpus_are_right_to_two_units_in_the_last_place(on: int, exact:
 
 PLAIN = """
 extern "C" void plain(const float *x, float *y, long n, int which) {
-  for (long i = 0; i < n; i++) y[i] = which ? tz_plain_tanh(x[i]) : tz_exp2(x[i]);
+  for (long i = 0; i < n; i++) y[i] = which == 2 ? tz_exp(x[i]) : which ? tz_plain_tanh(x[i]) : tz_exp2(x[i]);
 }
 """
 
 
-@pytest.mark.parametrize(("which", "exact", "units"), [(0, np.exp2, 1), (1, np.tanh, 2)])
-def test_functions_for_compilers_without_a_vector_library(which: int, exact: Any, units: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("which", "exact", "units"), [(0, np.exp2, 1), (1, np.tanh, 2), (2, np.exp, 1)])
+def test_functions_that_are_ours(which: int, exact: Any, units: int, tmp_path: Path) -> None:
     """At floats of all sizes, those that are no numbers among them."""
     options = Options(target="cpu", cache_dir=tmp_path)
     (library,) = compile_all([prelude() + PLAIN], options, Cache(tmp_path, options.cache_limit))
