@@ -1,5 +1,5 @@
 // The scalar functions that C++ and CUDA lack, shared by both. Our own code only.
-// Whoever includes this has tz_widen and tz_narrow_* for 16-bit floats, tz_to_odd, tz_from_float, tz_exp2 and TZ.
+// Whoever includes this has tz_widen and tz_narrow_* for 16-bit floats, tz_to_odd, tz_from_float and TZ.
 template <class To, class From> TZ To tz_cast(From x) {
   if constexpr (std::is_same_v<To, From>) return x;
   else if constexpr (tz_half<From>) return tz_cast<To>(tz_widen(x));
@@ -55,15 +55,6 @@ template <class T> TZ T tz_ipow(T a, T b) {
   return out;
 }
 TZ double tz_ndtr(double x) { return 0.5 * erfc(x * -0.70710678118654752440); }
-// Phi in half as many multiplications as its float needs, to 2^-17 of it from -6 on: a fit on [0, 6]. Below that it goes to 0.
-TZ float tz_approx_ndtr(float x) {
-  float a = std::fabs(x), p = 1.79377992e-6f;
-  p = fmaf(p, a, -6.07261536e-5f), p = fmaf(p, a, 9.23185667e-4f), p = fmaf(p, a, -8.47684685e-3f);
-  p = fmaf(p, a, 0.0538909398f), p = fmaf(p, a, 0.458541572f), p = fmaf(p, a, 1.15121436f);
-  float tail = tz_exp2(fmaf(-a, p, -1.0f));
-  return x < 0 ? tail : 1 - tail;
-}
-TZ double tz_approx_ndtr(double x) { return tz_ndtr(x); }
 // Sine and, a quarter turn `on`, cosine where |x| is below TZ_NEAR, to two units in the last place: x less a multiple of pi/2, of which there are
 // three parts, and a polynomial for what is left.
 constexpr float TZ_NEAR = 48039;

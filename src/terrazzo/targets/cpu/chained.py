@@ -148,7 +148,7 @@ def _weights(weight: Any, key: Var) -> tuple[l.Reduce, Any, l.Buffer, Any] | Non
         return None
 
     bare = l.Buffer(l.fresh_name(), Type(weight.dtype, (key.extent,)))
-    made = _everywhere(weight, (key,), score)
+    made = everywhere(weight, (key,), score)
     if len(found) != 1:
         return None
     (scores,) = found
@@ -161,13 +161,13 @@ def _weights(weight: Any, key: Var) -> tuple[l.Reduce, Any, l.Buffer, Any] | Non
         mine = next((a for a in axes if substitute(kept, {key: a}) is y), None)
         return l.Load.make(row, (mine,)) if mine is not None else None
 
-    at_key, term = l.Load.make(bare, (key,)), _everywhere(made, (key,), known)
+    at_key, term = l.Load.make(bare, (key,)), everywhere(made, (key,), known)
     if any(isinstance(y, l.Reduce) and key in y.free for y in topological([term], stop=_reduces)):
         return None  # a weight takes the place of its score, which others would need, and a sum for each is a product
     return scores, substitute(kept, {at_key: scores}), row, term
 
 
-def _everywhere(x: Any, axes: Sequence[Any], change: Callable[[Any, Sequence[Any]], Any]) -> Any:
+def everywhere(x: Any, axes: Sequence[Any], change: Callable[[Any, Sequence[Any]], Any]) -> Any:
     """A term with what `change` makes of its parts, from the outside, also within reductions, where more axes are
     bound; where that is nothing they stay.
     """
@@ -176,7 +176,7 @@ def _everywhere(x: Any, axes: Sequence[Any], change: Callable[[Any, Sequence[Any
         new = change(y, axes)
         if new is None and isinstance(y, l.Reduce):
             inner, args = l.open_binder(y)
-            new = l.Reduce.make(y.monoid, inner, tuple(_everywhere(z, (*axes, *inner), change) for z in args))
+            new = l.Reduce.make(y.monoid, inner, tuple(everywhere(z, (*axes, *inner), change) for z in args))
         if new is not None:
             memo[y] = new
     return transform(x, lambda y: y, memo)
@@ -218,7 +218,7 @@ def _common(x: Any, key: Var, bare: l.Buffer) -> Any:
                 left.append(y)
             return None
 
-        _everywhere(x, (key,), change)
+        everywhere(x, (key,), change)
         return not left
 
     return next(y for y in reversed(shared) if covers(y))

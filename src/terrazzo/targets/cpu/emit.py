@@ -23,6 +23,7 @@ from terrazzo.ir.expr import Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import range_of
 from terrazzo.targets.cpu import blocked, chained, columns, halves, looked_up, scanned
+from terrazzo.targets.cpu.across import Across, across
 from terrazzo.targets.cpu.combine import (
     SHORT,
     accumulate,
@@ -112,7 +113,8 @@ def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
     body = blocked.emit(kernel, scope) or chained.emit(kernel, scope, _of_a_row)
     if not body:
         nests = [nest for k in apart(kernel) for nest in by_phases(k)]
-        body = [x for nest in nests for x in _Writer(_walked(nest), scope).lines()]
+        rows = [across(_walked(nest), scope.spans) for nest in nests]
+        body = [x for nest, found in rows for x in _Writer(nest, scope, across=found).lines()]
     return [*lines, *body]
 
 
@@ -141,8 +143,8 @@ class _Writer:
     finds them.
     """
 
-    def __init__(self, kernel: l.Kernel, scope: Scope, parallel: bool = False) -> None:
-        self.kernel, self.scope, self.parallel = kernel, scope, parallel
+    def __init__(self, kernel: l.Kernel, scope: Scope, parallel: bool = False, across: Across | None = None) -> None:
+        self.kernel, self.scope, self.parallel, self.across = kernel, scope, parallel, across
         self.gathered = [e for e in topological(kernel.stores) if isinstance(e, Loaded)]
         self.keep: dict[int, dict[Node, str]] = {}
         self.found: dict[int, dict[Node, str]] = {}
@@ -234,11 +236,33 @@ class _Writer:
             "}",
         ]
 
+    def in_blocks(self, rows: Across, s: n.Loop, scope: Scope, shared: bool) -> list[str]:
+        """A loop over rows in blocks that are turned first, which threads share, where it is `shared`."""
+        inner, lanes = scope.inner(), scope.fresh("rows")
+        inner.names[rows.begin] = begin = scope.fresh("b")
+        inner.names[rows.axis] = row = scope.fresh("i")
+        inner.buffers.update({block.buffer: scope.fresh("turned") for block in rows.blocks})
+        outer, self.parallel = self.parallel, self.parallel or shared
+        body = self.body(s, inner)
+        self.parallel = outer
+        return [
+            *(["#pragma omp parallel for num_threads(threads) schedule(static)"] if shared else []),
+            f"for (int64_t {begin} = 0; {begin} < {rows.axis.extent}; {begin} += {rows.count}) {{  // free, in blocks",
+            f"  const int64_t {lanes} = std::min<int64_t>({rows.count}, {rows.axis.extent} - {begin});",
+            *("  " + x for block in rows.blocks for x in block.turned(lanes, inner)),
+            f"  for (int64_t {row} = {begin}; {row} < {begin} + {lanes}; {row}++) {{",
+            *("    " + x for x in body),
+            "  }",
+            "}",
+        ]
+
     def loop(self, s: n.Loop, scope: Scope) -> list[str]:
         """A free loop or a scan; the outermost ones share the work among threads."""
         if in_columns(s, scope.spans):
             return columns.written(self, s, scope)
         large = not self.parallel and trips([s]) >= PARALLEL
+        if self.across and s.axes[0] is self.across.axis:
+            return self.in_blocks(self.across, s, scope, large)
         if is_leaf(s) and s.kind == "free" and (found := self.pieces(s, scope)):
             return [x for piece in found for x in self.loop(piece, scope.inner())]
         if text := scanned.written(self, s, scope, large) or looked_up.written(self, s, scope, large):
@@ -252,6 +276,7 @@ class _Writer:
                 and points(nested) < 64
                 and not is_leaf(child)
                 and not in_columns(child, scope.spans)
+                and not (self.across and child.axes[0] is self.across.axis)
                 and not scanned.scan_of_rows(child)
             ):
                 nested.append(child)  # but for the innermost loop, which vectorises

@@ -178,23 +178,24 @@ template <class T> TZ T tz_rounded_mul(T a, T b) {
 }
 template <class T> TZ T tz_rsqrt(T x) { return T(1) / std::sqrt(x); }
 template <class T> TZ T tz_approx_div(T a, T b) { return a / b; }
-template <class T> TZ T tz_approx_exp2(T x) { return std::exp2(x); }
 template <class T> TZ T tz_approx_log2(T x) { return std::log2(x); }
 template <class T> TZ T tz_approx_sqrt(T x) { return std::sqrt(x); }
-template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + std::exp2(x)); }
 // Powers of 2 and the hyperbolic tangent, in operations that every compiler has vectors for: clang calls the library's
 // for one number at a time, and the library's vector form the scalar one where nothing or little is left, as in the tail
 // of a GELU. To a unit in the last place and to two: a fit of (2^f - 1) / f on half a unit around 0, and of
 // (tanh(x) / x - 1) / x^2 up to 0.625.
 TZ float tz_exp2(float x) {
   float c = x < -150.0f ? -150.0f : x > 128.0f ? 128.0f : x;  // a NaN stays one
-  float j = (c + 12582912.0f) - 12582912.0f, f = c - j;
+  float shifted = c + 12582912.0f, f = c - (shifted - 12582912.0f);  // its last bits are whole numbers
   float p = 1.54614475e-4f;
   p = p * f + 1.33908674e-3f, p = p * f + 9.61805667e-3f, p = p * f + 5.55035711e-2f;
   p = p * f + 2.40226509e-1f, p = p * f + 6.93147188e-1f, p = p * f + 1.0f;
-  int32_t n = (int32_t)(j == j ? j : 0.0f), half = n >> 1;  // subnormal numbers take two steps
+  int32_t n = tz_bits<int32_t>(shifted) - 0x4b400000, half = n >> 1;  // subnormal numbers take two steps
   return p * tz_bits<float>((uint32_t)(half + 127) << 23) * tz_bits<float>((uint32_t)(n - half + 127) << 23);
 }
+TZ float tz_approx_exp2(float x) { return tz_exp2(x); }
+TZ double tz_approx_exp2(double x) { return std::exp2(x); }
+template <class T> TZ T tz_approx_logistic(T x) { return T(1) / (T(1) + tz_approx_exp2(x)); }
 TZ float tz_plain_tanh(float x) {
   float a = std::fabs(x), z = x * x, p = -6.10494332e-3f;
   p = p * z + 2.10036371e-2f, p = p * z - 5.38524963e-2f, p = p * z + 1.33327823e-1f, p = p * z - 3.33333291e-1f;
@@ -206,7 +207,7 @@ TZ float tz_plain_tanh(float x) {
 #endif
 // The exponential without a call, around which nothing stays in registers, to a unit in the last place (the library's
 // vector form: 2.6): 2^n e^r, with (e^r - 1 - r) / r^2 by the coefficients of Sleef. Where nothing is left, and beyond
-// the largest number, the last product says so; whole numbers are read off the bits of a sum, of which NaN has some, too.
+// the largest number, the last product says so.
 TZ float tz_exp(float x) {
   const float c = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
   const float shifted = c * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
@@ -247,6 +248,7 @@ TZ float tz_ndtr(float x) {
 }
 
 #include "scalars.h"
+template <class T> TZ T tz_approx_ndtr(T x) { return tz_ndtr(x); }  // which takes less than powers of 2
 
 #define TZ_TYPES float, double, int64_t, int32_t, int16_t, int8_t, uint64_t, uint32_t, uint16_t, uint8_t, bool
 #pragma omp declare reduction(tz_max : TZ_TYPES : omp_out = tz_max(omp_out, omp_in)) initializer(omp_priv = omp_orig)
@@ -397,14 +399,17 @@ template <int wide, class T> static inline void tz_across(const T* from, int64_t
   using M = typename tz_vec<U>::bits;
   constexpr int L = tz_vec<U>::lanes;
   int64_t a0 = 0;
-  if (nb == wide)
-    for (; a0 + L <= na; a0 += L)
-      for (int b0 = 0; b0 + L <= wide; b0 += L) {
-        V square[L];
-        for (int j = 0; j < L; j++) square[j] = *(const M*)(from + (b0 + j) * stride + a0);
-        tz_turn<L / 2>(square);
-        for (int k = 0; k < L; k++) *(M*)(to + (a0 + k) * wide + b0) = square[k];
-      }
+  for (; a0 + L <= na; a0 += L) {
+    int64_t b0 = 0;
+    for (; b0 + L <= nb; b0 += L) {
+      V square[L];
+      for (int j = 0; j < L; j++) square[j] = *(const M*)(from + (b0 + j) * stride + a0);
+      tz_turn<L / 2>(square);
+      for (int k = 0; k < L; k++) *(M*)(to + (a0 + k) * wide + b0) = square[k];
+    }
+    for (; b0 < nb; b0++)
+      for (int k = 0; k < L; k++) to[(a0 + k) * wide + b0] = from[b0 * stride + a0 + k];
+  }
   for (; a0 < na; a0++)
     for (int64_t b = 0; b < nb; b++) to[a0 * wide + b] = from[b * stride + a0];
 }

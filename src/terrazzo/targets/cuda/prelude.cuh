@@ -155,6 +155,15 @@ template <class T> TZ T tz_fdiv(T a, i64 b) { T q = (T)(a / b); return (T)(q - (
 template <class T> TZ T tz_fmod_index(T a, i64 b) { T r = (T)(a % b); return r < 0 ? (T)(r + b) : r; }
 
 #include "scalars.h"
+// Phi in half as many multiplications as its float needs, to 2^-17 of it from -6 on: a fit on [0, 6]. Below that it goes to 0.
+TZ float tz_approx_ndtr(float x) {
+  float a = std::fabs(x), p = 1.79377992e-6f;
+  p = fmaf(p, a, -6.07261536e-5f), p = fmaf(p, a, 9.23185667e-4f), p = fmaf(p, a, -8.47684685e-3f);
+  p = fmaf(p, a, 0.0538909398f), p = fmaf(p, a, 0.458541572f), p = fmaf(p, a, 1.15121436f);
+  float tail = tz_exp2(fmaf(-a, p, -1.0f));
+  return x < 0 ? tail : 1 - tail;
+}
+TZ double tz_approx_ndtr(double x) { return tz_ndtr(x); }
 // The normal distribution function Phi, without a branch, to an absolute error of 6.1e-8 (what 1 + erf is good for; its relative error is below
 // 3e-5 to x = -5). A fit to -log2(2 Phi(-a)) / a on [0, 9]; the first coefficient's sign keeps the tail going to 0 beyond.
 TZ float tz_ndtr(float x) {
