@@ -28,6 +28,7 @@ from terrazzo.targets.cpu.runs import digits, written
 from terrazzo.targets.cpu.tiles import (
     COLUMNS,
     FEW,
+    PACKED,
     ROWS,
     TILE,
     Site,
@@ -38,9 +39,9 @@ from terrazzo.targets.cpu.tiles import (
     flat,
     kept,
     numel,
+    packed,
     plain,
     tiled,
-    whole,
 )
 from terrazzo.targets.terms import Scope, c_type, expression, index, term
 
@@ -49,8 +50,6 @@ DEPTH = 128
 long sum."""
 PANELS = 32
 """Panels whose sums are added up in order; more of them are several such sums."""
-PACKED = 96
-"""The same, where they are written first."""
 BLOCKS = 32
 """Blocks that many threads can share."""
 PANEL = 32
@@ -102,7 +101,7 @@ class Blocked:
         self.sites, self.rows, self.columns = way.sites, way.rows, way.columns
         self.type = c_type(way.sites[0].reduce.dtype)
         self.once = False  # whether all columns are a row of one tile
-        self.packed = [s for s in way.sites if alone and direct(s, way.rows) is None and not whole(s, way)]
+        self.packed = [s for s in way.sites if alone and packed(s, way)]
 
     def lines(self) -> list[str]:
         batch = [a for a in self.kernel.axes if a not in self.rows and a not in self.columns]

@@ -1,4 +1,5 @@
 // What every kernel on a CPU may use: storage types, conversions, blocked matrix products. Our own code only.
+#define _GLIBCXX_BITS_SPECFUN_H 1  // cmath without Bessel's functions and others, which take GCC 50 ms to read
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

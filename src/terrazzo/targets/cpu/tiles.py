@@ -19,6 +19,8 @@ from terrazzo.targets.cpu.runs import stride
 
 ROWS = 192
 """Rows of one block, at most: the tile of results stays in the second-level cache."""
+PACKED = 96
+"""The same, where they are written first."""
 COLUMNS = 256
 """Columns that share what was written of the rows of a block."""
 TILE = 12
@@ -35,6 +37,8 @@ NEAR = (1, 2)
 """How far apart neighbours may be that are written to images."""
 FEW = 16
 """Rows up to which images are read where they are."""
+PAGE = 128
+"""Elements that steps of what is read in place may be apart."""
 CHEAP = 2
 """The price of a factor, in additions, up to which it may be computed several times."""
 
@@ -201,7 +205,9 @@ def _price(kernel: l.Kernel, way: Tiled) -> float:
             work += way.image.size * FILLING + (0.0 if m <= FEW else panels * count * k * COPYING)
         else:
             work += panels * count * k * _packing(site.right, site.steps, way.columns)
-        if direct(site, way.rows) is None:
+        if read_across(site, way.rows):
+            work += -(-count // COLUMNS) * m * k * 0.25
+        elif direct(site, way.rows) is None:
             along, groups = site.steps, 1
             if not whole(site, way):
                 along, groups = (way.rows if by_rows(site, way) else along), -(-count // COLUMNS)
@@ -217,6 +223,8 @@ def _packing(x: Node, steps: Sequence[Any], along: Sequence[Any]) -> float:
     if one is None:
         return 1.0
     by, far = stride(one, along[-1]), float(along[-1].extent)
+    if plain(one) and flat(one, along) == 1 and flat(one, steps) is not None:
+        return 0.25  # lines of a panel, copied
     if by == 1:
         return 0.15 + RUN * (1 / 32 + (1 / far if len(along) > 1 else 0))
     return 0.3 if plain(one) and flat(one, steps) == 1 else 0.5 + 1 / far if by == 2 else 1.5
@@ -241,7 +249,15 @@ def plain(x: Any) -> bool:
 def kept(site: Site, way: Tiled) -> bool:
     """Whether the panels of all columns are written once, since many blocks of rows read them."""
     size = numel([a for a in site.right.free if isinstance(a, Var)]) * depth(site)
-    return way.image is None and numel(way.rows) > 2 * ROWS and 0 < size <= LARGEST
+    block = PACKED if packed(site, way) else ROWS
+    return way.image is None and numel(way.rows) > 2 * block and 0 < size <= LARGEST
+
+
+def packed(site: Site, way: Tiled) -> bool:
+    """Whether a block of the first factor's rows is written before it is multiplied."""
+    if direct(site, way.rows) is None:
+        return not whole(site, way)
+    return way.image is None and read_across(site, way.rows)
 
 
 def whole(site: Site, way: Tiled) -> bool:
@@ -270,6 +286,14 @@ def direct(site: Site, rows: Sequence[Any]) -> tuple[l.Load, IntExpr, IntExpr] |
     assert isinstance(one, l.Load)
     along_m, along_k = flat(one, rows), flat(one, site.steps)
     return (one, along_m, along_k) if along_m is not None and along_k is not None else None
+
+
+def read_across(site: Site, rows: Sequence[Any]) -> bool:
+    """Whether a first factor that could be read in place lies along its rows, and its steps so far apart that few of
+    them have places in the first-level cache beside each other, and each has a page of its own.
+    """
+    in_place = direct(site, rows)
+    return in_place is not None and in_place[1] == 1 and isinstance(in_place[2], int) and in_place[2] >= PAGE
 
 
 def flat(one: l.Load, axes: Sequence[Any]) -> IntExpr | None:
