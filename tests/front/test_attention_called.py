@@ -63,6 +63,12 @@ def test_little_work_is_what_it_means(tmp_path: Path) -> None:
     assert called(attend, SHORT, tmp_path) == []
 
 
+def test_one_query_waits_for_its_keys(tmp_path: Path) -> None:
+    q, k, v = torch.randn(2, 1, 128), torch.randn(2, 2048, 128), torch.randn(2, 2048, 128)
+    found = terrazzo.compile(attend, q, k, v, options=Options(cache_dir=tmp_path))
+    assert [f.op for f in found.compiled.fallbacks] == [OP]
+
+
 def test_it_is_said_where_none_is_called(tmp_path: Path) -> None:
     assert called(attend, LONG, tmp_path, libraries="never") == []
     with sdpa_kernel(SDPBackend.MATH):  # the user's choice

@@ -8,10 +8,10 @@ from typing import Any
 
 from terrazzo.options import Options
 
-WORK = 2e6
-"""Operations from which on attention is called on a processor: a call takes Python besides, and what it is given and
-gives is stored.
-"""
+WORK = 1e7
+"""Operations from which on attention is called on a processor: below, ours take as long as the call and its Python."""
+WAITS = 8
+"""As many operations as one takes where there is a single query, which waits for keys and values."""
 
 
 def may_be_called(options: Options, given: Iterable[Any]) -> bool:
@@ -54,7 +54,7 @@ def _attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     attention = torch.nn.functional.scaled_dot_product_attention
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, v))
     work = 2 * q.numel() * k.shape[-2] * (1 + v.shape[-1] / max(q.shape[-1], 1))
-    if not wrapped and work >= WORK:
+    if not wrapped and work * (WAITS if q.shape[-2] == 1 else 1) >= WORK:
         return attention(q, k, v, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         return attention(q, k, v, *args, **kwargs)
