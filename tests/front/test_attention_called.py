@@ -63,6 +63,19 @@ def test_little_work_is_what_it_means(tmp_path: Path) -> None:
     assert called(attend, SHORT, tmp_path) == []
 
 
+def test_heads_lie_as_in_eager_mode(tmp_path: Path) -> None:
+    """The op takes elements of a head to be beside each other: what is turned is copied, as eager mode does."""
+
+    def turned(q: Any, k: Any, v: Any) -> Any:
+        kept = (k.mT.contiguous(), (v.mT + 0).contiguous())
+        return F.scaled_dot_product_attention(q, *kept)
+
+    given = torch.randn(2, 4, LONG, 32), torch.randn(2, 4, 32, LONG), torch.randn(2, 4, 32, LONG)
+    found = terrazzo.compile(turned, *given, options=Options(cache_dir=tmp_path))
+    assert [f.op for f in found.compiled.fallbacks] == [OP]
+    torch.testing.assert_close(found(*given), turned(*given))
+
+
 def test_one_query_waits_for_its_keys(tmp_path: Path) -> None:
     q, k, v = torch.randn(2, 1, 128), torch.randn(2, 2048, 128), torch.randn(2, 2048, 128)
     found = terrazzo.compile(attend, q, k, v, options=Options(cache_dir=tmp_path))
