@@ -229,8 +229,8 @@ def is_called(op: Any) -> bool:
 
 
 def takes_any_strides(name: str) -> bool:
-    """Whether an op may be given its arguments as they lie in memory, whatever eager mode would give it. Attention takes
-    heads whose elements are beside each other, and does not ask.
+    """Whether an op may be given its arguments as they lie in memory, whatever eager mode would give it. Attention
+    takes heads whose elements are beside each other, and does not ask.
     """
     if name.startswith(ATTENTION):
         return False
