@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from terrazzo.errors import UserError, about
@@ -309,8 +308,9 @@ def reduced_first(kernel: l.Kernel, reduces: Sequence[l.Reduce]) -> tuple[l.Kern
     axes = tuple(a for a in kernel.axes if any(a in r.free for r in reduces))
     stores: list[l.Store] = []
     whole: dict[Node, Node] = {}
-    taken = {b.name for b in kernel.reads}
-    own_name = next(x for x in (f"{kernel.name}_reduced{'_' * n}" for n in count()) if x not in taken)
+    own_name = f"{kernel.name}_reduced"
+    while any(b.name.startswith(own_name) for b in kernel.reads):  # and what was stored before those, which is not read
+        own_name += "_"
     for number, r in enumerate(reduces):
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         own = tuple(a for a in axes if a in r.free)
