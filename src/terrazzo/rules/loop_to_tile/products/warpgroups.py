@@ -84,6 +84,11 @@ REACH = 1100.0
 """Nanoseconds that slabs must be on their way for blocks of a cluster to save power by what they share: in turns those
 of 128 x 192 are for a microsecond only, and clusters took 1.01 to 1.03 (H200).
 """
+TURNED = 0.96
+"""Of what the model says, what warpgroups take in turns at the limit of power, beside those that share a tile: gated
+layers of 2048 x 4096 x 14336 took 671 us so and 713 in tiles of 128 x 128, a square of 8192 1595 and 1645 (H200,
+benchmarks/fits/h200-turns.json); in clusters 1.01 to 1.03 of that.
+"""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
 
@@ -130,7 +135,8 @@ def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
 
     def tried(tile: Tile, pieces: int, i: WarpgroupInstruction, time: float, work: Work) -> None:
         plan = Plan(tile, pieces, i, max(time, powered(work, gpu)) + partly_stored(p))
-        limited = 1 + POWER * fetched_each(work) if time >= LONG else 1.0
+        turned = TURNED if tile.turns and tile.split is None else 1.0
+        limited = (1 + POWER * fetched_each(work)) * turned if time >= LONG else 1.0
         found.append((plan, time * limited, work.tiles * work.blocks * pieces))
 
     for i in instructions_for(p, gpu)[0]:
