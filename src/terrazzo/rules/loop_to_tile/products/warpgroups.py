@@ -87,7 +87,8 @@ of 128 x 192 are for a microsecond only, and clusters took 1.01 to 1.03 (H200).
 TURNED = 0.96
 """Of what the model says, what warpgroups take in turns at the limit of power, beside those that share a tile: gated
 layers of 2048 x 4096 x 14336 took 671 us so and 713 in tiles of 128 x 128, a square of 8192 1595 and 1645 (H200,
-benchmarks/fits/h200-turns.json); in clusters 1.01 to 1.03 of that.
+benchmarks/fits/h200-turns.json); in clusters 1.01 to 1.03 of that. What results move takes power, too, for half of the
+time that memory takes for it: a loss took 12.8 ms with 2.1 GB of logits in memory, and 11.8 without.
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
@@ -129,15 +130,16 @@ def plans(p: Product, gpu: Gpu, walk: Walks = traffic.walk) -> tuple[Plan, ...]:
 
 @remembered
 def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
-    found: list[tuple[Plan, float, int]] = []
+    found: list[tuple[Plan, int]] = []
     if gpu.warpgroups is None:
         return ()
 
     def tried(tile: Tile, pieces: int, i: WarpgroupInstruction, time: float, work: Work) -> None:
+        if time >= LONG:
+            time *= (1 + POWER * fetched_each(work)) * (TURNED if tile.turns and tile.split is None else 1.0)
+            time += results(p).moved / gpu.memory / 2
         plan = Plan(tile, pieces, i, max(time, powered(work, gpu)) + partly_stored(p))
-        turned = TURNED if tile.turns and tile.split is None else 1.0
-        limited = (1 + POWER * fetched_each(work)) * turned if time >= LONG else 1.0
-        found.append((plan, time * limited, work.tiles * work.blocks * pieces))
+        found.append((plan, work.tiles * work.blocks * pieces))
 
     for i in instructions_for(p, gpu)[0]:
         for tile in (*(shapes(p, i.shape[1]) if i.shape[1] in COLUMNS else ()), *abreast(p, i.shape[1])):
@@ -155,11 +157,13 @@ def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
                 waits = 1 + (0.0 if promotes(p) else gpu.warpgroups.sharing * max(x.share - 2, 0))
                 tried(x, 1, i, lasts(work, gpu) * waits, work)
 
-    def order(x: tuple[Plan, float, int]) -> tuple[float, ...]:
-        plan, time, blocks = x
-        return alike(time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
+    def order(x: tuple[Plan, int]) -> tuple[float, ...]:
+        plan, blocks = x
+        if plan.time >= LONG:  # waves are many
+            return (200 * math.log(plan.time),)
+        return alike(plan.time), ceil(blocks, gpu.processors), -blocks, plan.tile.m + plan.tile.n
 
-    return tuple(plan for plan, *_ in sorted((x for x in found if x[0].time < math.inf), key=order))
+    return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
 
 
 def _drawn(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
