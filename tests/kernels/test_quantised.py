@@ -205,7 +205,7 @@ def test_many_rows_have_weights_stored_where_that_is_cheaper() -> None:
     assert not any(made(s) for s in done.at("kernel").steps)
 
 
-@pytest.mark.parametrize("m", [4096, 8192])
+@pytest.mark.parametrize("m", [8192, 16384])
 def test_what_was_stacked_is_no_patch(m: int) -> None:
     """A copy of weights of four bits reads each byte where two lie: it is priced as other copies are."""
     fn, given = two_in_a_byte(m, 4096, 4096)
