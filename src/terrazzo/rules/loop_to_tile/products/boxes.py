@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.hw import tma
-from terrazzo.hw.gpu import Gpu, Warpgroups
+from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import missing
 from terrazzo.hw.wgmma import INSTRUCTIONS, WarpgroupInstruction
 from terrazzo.ir.address import coefficient, flatten, mentions
@@ -37,6 +37,10 @@ from terrazzo.rules.tile.complete import Refused, complete
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
+GATHERED, DIRECT = 20.6, 30.0
+"""Bytes of results in a nanosecond that leave a block through shared memory, and from registers: no other tile's
+products go on beside them, as they do for products of matrices.
+"""
 APART = 0.44
 """Of what a block fetches, what leaves the cache for it: blocks that work side by side share the rest."""
 LONGEST = 256
@@ -275,7 +279,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         alone=tile.groups == 1,
         slots=_slots(x, tile, gpu),
         results=x.kernel.stores[0].buffer.type.dtype.size,
-        rate=min(has.gathered, row / ROW) if (row := x.gathered(tile)) else _direct(x, gpu, has),
+        rate=min(GATHERED, row / ROW) if (row := x.gathered(tile)) else _direct(x, gpu),
         least=least,
         extra=promotion(p, tile.n, x.step) if promoted and tile.groups == 1 else 0.0,
         depth=x.step,
@@ -294,15 +298,15 @@ def _brought(x: Moved, tile: Tile) -> float:
     return ROW * across * tile.m * len(x.images)
 
 
-def _direct(x: Moved, gpu: Gpu, has: Warpgroups) -> float:
+def _direct(x: Moved, gpu: Gpu) -> float:
     """Bytes of results in a nanosecond that leave a block's registers: a thread's two columns together, or alone."""
     if scatter(x.whole):
         whole = all(_in_sectors(size, steps) for size, _, steps in _stored(x))
         return (SCATTERED if whole else STRADDLED) / gpu.processors
     size = narrowest(x.whole)
     if size > 2:
-        return has.direct
-    return has.direct * size / WORD if x.beside else ALONE
+        return DIRECT
+    return DIRECT * size / WORD if x.beside else ALONE
 
 
 def _scattered(x: Moved, tile: Tile) -> float:
