@@ -55,7 +55,7 @@ def test_the_model_chooses_nearly_the_fastest_where_tiles_hardly_fill_the_machin
 
 
 def test_tiles_are_walked_nearly_in_the_fastest_order() -> None:
-    """Those of nine products, each in all orders that there are: what is chosen takes 1.3 % longer than the fastest."""
+    """Those of nine products, each in all orders that there are: what is chosen takes 0.7 % longer than the fastest."""
     by: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
     for c in json.loads((FITS / "h200-walks.json").read_text())["cases"]:
         by.setdefault((c["kind"], c["m"], c["k"], c["n"], c["what"]), {})[c["outer"], c["together"]] = c["us"]

@@ -165,3 +165,20 @@ def test_a_graph_of_several_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (24, 40):
         trained(run, [torch.randn(2, 3, tokens, 16).bfloat16() for _ in range(3)])
     assert counts == [2, 2]
+
+
+def test_long_chains_of_sums_are_looked_at_once() -> None:
+    """Each node once, however many ways lead to it: 1200 sums of a matrix and itself, turned."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.zeros(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(1200):
+        turned = graph.call_method("transpose", (x, 0, 1))
+        total = graph.call_function(torch.add, (x, turned))
+        turned.meta, total.meta, x = dict(x.meta), dict(x.meta), total
+    weights = graph.call_function(F.softmax, (x,), {"dim": -1})
+    weights.meta = dict(x.meta)
+    graph.output(weights)
+    gm = torch.fx.GraphModule({}, graph)
+    unround_weights(gm, [torch.zeros(4, 4, dtype=torch.bfloat16)])
+    assert not gm.graph.find_nodes(op="call_function", target=product)

@@ -59,7 +59,8 @@ def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
 
 def _made_of_little(node: Any) -> set[Any]:
     """A node and what is nearly as large on the way to it, where all of that is cheap and made of little; else none."""
-    size = _bytes(node)
+    if (size := _bytes(node)) < LEAST:
+        return set()
     on_the_way, small = {node}, set()
     for x in (todo := [node]):
         if not _cheap(x):
@@ -70,7 +71,7 @@ def _made_of_little(node: Any) -> set[Any]:
                 on_the_way.add(y)
             else:
                 small.add(y)
-    return on_the_way if size >= LEAST and sum(map(_bytes, small)) * LARGER <= size else set()
+    return on_the_way if sum(map(_bytes, small)) * LARGER <= size else set()
 
 
 def _cheap(node: Any) -> bool:

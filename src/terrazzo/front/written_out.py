@@ -8,7 +8,7 @@ converted, which is exact, and only results are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ def unround_weights(gm: Any, inputs: Sequence[Any]) -> None:
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         if "example_value" not in node.meta:
             unknown[node] = node.meta["example_value"] = x
-    found = [a for n in gm.graph.nodes if _name(n) == "softmax" and (a := _attention(n)) is not None]
+    scores = _scores(gm.graph)
+    found = [a for n in gm.graph.nodes if _name(n) == "softmax" and (a := _attention(n, scores)) is not None]
     for node in unknown:
         del node.meta["example_value"]
     for attention in found:
@@ -101,7 +102,7 @@ class _Attention:
     last: list[Any]
 
 
-def _attention(softmax: Any) -> _Attention | None:
+def _attention(softmax: Any, made: Set[Any]) -> _Attention | None:
     scores = _value(softmax.args[0]) if softmax.args else None
     dim = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     if scores is None or dim not in (-1, scores.dim() - 1):
@@ -115,7 +116,7 @@ def _attention(softmax: Any) -> _Attention | None:
             firsts.append(node)
         elif _name(node) in SCORES:
             between.add(node)
-            todo += [x for x in _tensors(node) if x not in between and _of_product(x)]
+            todo += [x for x in _tensors(node) if x not in between and x in made]
             todo += [x for x in node.users if x not in between and _writes(x) and x.args[0] is node]
         else:
             return None
@@ -137,9 +138,13 @@ def _attention(softmax: Any) -> _Attention | None:
     return None if copied or any(_value(x).requires_grad for x in others) else _Attention(firsts[0], between, last)
 
 
-def _of_product(node: Any) -> bool:
-    """Whether a node is made of a product by what may be done to scores."""
-    return _name(node) in PRODUCTS or (_name(node) in SCORES and any(map(_of_product, _tensors(node))))
+def _scores(graph: Any) -> set[Any]:
+    """The products of a graph, and what is made of them by what may be done to scores."""
+    found: set[Any] = set()
+    for node in graph.nodes:
+        if _name(node) in PRODUCTS or (_name(node) in SCORES and not found.isdisjoint(_tensors(node))):
+            found.add(node)
+    return found
 
 
 def _factors(node: Any, wide: set[Any]) -> tuple[str | None, list[Any]]:

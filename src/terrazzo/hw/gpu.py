@@ -110,9 +110,9 @@ H200 = Warpgroups(
 """What a machine of 1.9 GHz does by its data sheet: `rate`, `banks` (128 bytes a clock) and `shared` (64). The others
 are fitted to 4,238 schedules of 150 products of bf16 (benchmarks/fits: h200-tiles, h200-shared, h200-order, h200-rows,
 h200-walks, h200-turns, and 283 candidates that were not kept), by how far they are off and by how much is lost where
-they choose: 1.5 % of h200-tiles.json, 1.2 of h200-shared.json, 1.8 of h200-order.json, 4 of h200-rows.json, 1.4 of
+they choose: 1.4 % of h200-tiles.json, 1.2 of h200-shared.json, 1.8 of h200-order.json, 4 of h200-rows.json, 1.0 of
 h200-turns.json, and 3.7 of h100-small.json, which was not fitted to. What takes most of a step is no maximum but what
-several things take that go on at once (TOGETHER). `sustained`, and what power costs beyond it (POWER), are what long
+several things take that go on at once (AT_ONCE). `sustained`, and what power costs beyond it (POWER), are what long
 products reach. `rows` is an estimate. `read` and `after` are of three products each, with a residual or GELU beside
 bias and ReLU (22 November 2026): 13 to 21 bytes, where one took nothing, and 65 to 235 operations. `meeting`, `given`
 and `again` were fitted to how much is lost by what is chosen of 461 schedules of 34 products, of which 176 share sums

@@ -49,18 +49,7 @@ from terrazzo.rules.loop_to_tile.products.warpgroup_tiles import (
     step,
     steps,
 )
-from terrazzo.rules.loop_to_tile.products.work import (
-    LINE,
-    LONG,
-    POWER,
-    STEP,
-    Work,
-    clock,
-    facts_of,
-    fetched_each,
-    lasts,
-    powered,
-)
+from terrazzo.rules.loop_to_tile.products.work import LINE, LONG, STEP, Work, clock, facts_of, lasts, limited
 from terrazzo.rules.loop_to_tile.walked.threads import ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import axis_name
@@ -83,12 +72,6 @@ them up, where no other warpgroup multiplies meanwhile. Fitted to the same produ
 REACH = 1100.0
 """Nanoseconds that slabs must be on their way for blocks of a cluster to save power by what they share: in turns those
 of 128 x 192 are for a microsecond only, and clusters took 1.01 to 1.03 (H200).
-"""
-TURNED = 0.96
-"""Of what the model says, what warpgroups take in turns at the limit of power, beside those that share a tile: gated
-layers of 2048 x 4096 x 14336 took 671 us so and 713 in tiles of 128 x 128, a square of 8192 1595 and 1645 (H200,
-benchmarks/fits/h200-turns.json); in clusters 1.01 to 1.03 of that. What results move takes power, too, for half of the
-time that memory takes for it: a loss took 12.8 ms with 2.1 GB of logits in memory, and 11.8 without.
 """
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (32, 160)}
 """Of a thread that loads and of one that multiplies, by the number of warpgroups that multiply."""
@@ -135,10 +118,7 @@ def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
         return ()
 
     def tried(tile: Tile, pieces: int, i: WarpgroupInstruction, time: float, work: Work) -> None:
-        if time >= LONG:
-            time *= (1 + POWER * fetched_each(work)) * (TURNED if tile.turns and tile.split is None else 1.0)
-            time += results(p).moved / gpu.memory / 2
-        plan = Plan(tile, pieces, i, max(time, powered(work, gpu)) + partly_stored(p))
+        plan = Plan(tile, pieces, i, limited(work, time, results(p).moved, gpu) + partly_stored(p))
         found.append((plan, work.tiles * work.blocks * pieces))
 
     for i in instructions_for(p, gpu)[0]:

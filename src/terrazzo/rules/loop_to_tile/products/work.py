@@ -22,13 +22,22 @@ PAIRED = 1.013
 cache can give (benchmarks/fits/h200-parts-tiles.json).
 """
 
-TOGETHER = 3.5
+AT_ONCE = 3.5
 """How nearly what is done side by side takes as long as the longest of it. Fitted with the record of the machine."""
 LONG, POWER = 600_000.0, 1.0
 """Nanoseconds of a product that is at the limit of power. There, what is fetched takes energy, and so time: so much of
 it for a byte that is fetched for a product. In clusters of two along its rows, tiles of 128 x 256 that both warpgroups
 share took 0.96 to 0.99 of what they took alone (four products of 0.7 to 2.8 ms, each for a tenth of a second at a
 time), and 0.98 and 1.02 in a square of 16384; those in turns took less than these (H200).
+"""
+TURNED = 0.96
+"""Of what the model says, what warpgroups take in turns at the limit of power, beside those that share a tile: gated
+layers of 2048 x 4096 x 14336 took 671 us so and 713 in tiles of 128 x 128, a square of 8192 1595 and 1645 (H200,
+benchmarks/fits/h200-turns.json); in clusters 1.01 to 1.03 of that.
+"""
+STORED = 0.5
+"""Of the time that memory takes for results, what they add at the limit of power: a loss took 12.8 ms with 2.1 GB of
+logits in memory, and 11.8 without (H200).
 """
 HIDDEN = 1.8
 """Of computing and storing results, what another warpgroup's products hide where they take turns: more than all of it,
@@ -112,9 +121,9 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
         waited = has.latency
         if work.parts:
             waited += least / (tiles * steps) * at_once / gpu.memory + arithmetic
-        together = max if work.parts else _together
+        longest = max if work.parts else _at_once
         making = work.made + multiplying if work.made else 0.0
-        step = max(together(arithmetic, alone, fetched, waited / slots), making) + has.step + extra
+        step = max(longest(arithmetic, alone, fetched, waited / slots), making) + has.step + extra
         products = steps * step
         beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         beyond = max(work.beyond / gpu.memory, work.empty * has.empty * steps)
@@ -127,6 +136,16 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
         return found
 
     return time
+
+
+def limited(work: Work, time: float, moved: int, gpu: Gpu) -> float:
+    """A time by the clock, or what the limit of power makes of it: where it is `LONG` tiles are compared by what takes
+    energy, with so many bytes `moved` for results.
+    """
+    if time >= LONG:
+        time *= (1 + POWER * fetched_each(work)) * (TURNED if work.turns and work.blocks == 1 else 1.0)
+        time += STORED * moved / gpu.memory
+    return max(time, powered(work, gpu))
 
 
 def powered(work: Work, gpu: Gpu) -> float:
@@ -145,9 +164,9 @@ def fetched_each(work: Work) -> float:
     return work.drawn / (work.m * work.n * work.depth * work.products)
 
 
-def _together(*times: float) -> float:
+def _at_once(*times: float) -> float:
     """What takes so long each when nothing else is done: the longest, and the others as far as they come near it."""
-    total: float = sum(t**TOGETHER for t in times) ** (1 / TOGETHER)
+    total: float = sum(t**AT_ONCE for t in times) ** (1 / AT_ONCE)
     return total
 
 
