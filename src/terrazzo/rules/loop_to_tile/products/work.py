@@ -39,25 +39,22 @@ STORED = 0.5
 """Of the time that memory takes for results, what they add at the limit of power: a loss took 12.8 ms with 2.1 GB of
 logits in memory, and 11.8 without (H200).
 """
-HIDDEN = 1.8
-"""Of computing and storing results, what another warpgroup's products hide where they take turns: more than all of it,
-since what one waits for between two tiles is hidden as well. Fitted with the record of the machine.
-"""
 
 
 class Work(NamedTuple):
-    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of so many
-    `products`, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its slots of so
-    many `held` bytes, and which take `extra` nanoseconds. Of what is fetched for a block so many bytes are `leaving`
-    the cache: blocks that are near each other share the rest. Results leave at a rate, and computing a tile's of its
-    sums takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of each sum. Sums
-    may be `shared` by the blocks of a cluster. Factors may be `parts` of numbers, of which each is multiplied several
-    times in a long step. Instructions have `wide` columns. A warpgroup makes what it multiplies for `made` nanoseconds
-    of a step before it does so, and another one multiplies meanwhile, for half of the time, unless it is `alone`. Where
-    warpgroups take `turns`, one computes and stores the results of a tile while another multiplies, which hides so much
-    of it. In a step instructions `read` so many bytes of slabs. Of what boxes bring in all, so many bytes lie `beyond`
-    the ends of operands, and so many rows are `empty` in a step of the last block, more than others hide. What a step
-    needs is `brought` in so many nanoseconds, ahead of it and beside results. For its power, `drawn` bytes count.
+    """What a kernel does, as far as its time depends on it: so many tiles of m rows and n columns for each of so
+    many `products`, by clusters of so many blocks, in steps for which a block fetches some bytes into one of its
+    slots of so many `held` bytes, and which take `extra` nanoseconds. Of what is fetched for a block so many bytes
+    are `leaving` the cache: blocks that are near each other share the rest. Results leave at a rate, and computing a
+    tile's of its sums takes `after` nanoseconds. `least` bytes of memory are touched. A step has `depth` products of
+    each sum. Sums may be `shared` by the blocks of a cluster. Factors may be `parts` of numbers, of which each is
+    multiplied several times in a long step. Instructions have `wide` columns. A warpgroup makes what it multiplies
+    for `made` nanoseconds of a step before it does so, and another one multiplies meanwhile, for half of the time,
+    unless it is `alone`. Where warpgroups take `turns`, one computes and stores the results of a tile while another
+    multiplies. In a step instructions `read` so many bytes of slabs. Of what boxes bring in all, so many bytes lie
+    `beyond` the ends of operands, and so many rows are `empty` in a step of the last block, more than others hide.
+    What a step needs is `brought` in so many nanoseconds, ahead of it and beside results. For its power, `drawn`
+    bytes count.
     """
 
     m: int
@@ -82,7 +79,6 @@ class Work(NamedTuple):
     made: float = 0.0
     alone: bool = False
     turns: bool = False
-    hidden: float = HIDDEN
     read: float = 0.0
     beyond: float = 0.0
     empty: float = 0.0
@@ -112,7 +108,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
     multiplying = arithmetic if work.alone else arithmetic / 2
     alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks)
     memory = has.parts_memory if work.parts else gpu.memory
-    results = work.m * work.n * work.results / work.rate + work.after
+    results = work.m * work.n * work.results / work.rate + work.after + has.drain
     begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
 
     def time(tiles: int, steps: int) -> float:
@@ -125,7 +121,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
         making = work.made + multiplying if work.made else 0.0
         step = max(longest(arithmetic, alone, fetched, waited / slots), making) + has.step + extra
         products = steps * step
-        beside = min(work.hidden * results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
+        beside = min(results, products / 2) if work.turns else 0.0  # alone, it takes twice as long
         beyond = max(work.beyond / gpu.memory, work.empty * has.empty * steps)
         found = begin + beside + beyond * at_once / tiles  # later waves bring theirs beside others
         for wave, count in ((walkers, tiles // walkers), (tiles % walkers, 1)):

@@ -90,7 +90,7 @@ def _work(p: Product, tile: Tile, gpu: Gpu) -> Work:
     work = warpgroups.work_of(p, tile, traffic.walk(p, tile, gpu), gpu, has)
     read = sum(p.touched(x) * x.dtype.size for x in p.sources)
     after = work.after + tile.m * tile.n * each / has.after
-    return work._replace(results=0, rate=1.0, after=after, least=read, hidden=1.0, drawn=work.fetched)
+    return work._replace(results=0, rate=1.0, after=after, least=read, drawn=work.fetched)
 
 
 def _around(p: Product) -> list[l.Reduce]:
