@@ -71,6 +71,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     """A graph compiled for its inputs, of which the `static` ones are known to be parameters and buffers."""
     import torch
     from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.utils import counters
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -127,6 +128,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 keep_inference_input_mutations=True,
             )
             traced = True
+            counters["aot_autograd"]["total"] += 1  # DDP, which splits graphs, asks whether AOTAutograd has one of them
             return twice.around(compiled)
     except _Refused:
         return gm
