@@ -95,6 +95,14 @@ def test_a_user_may_say_so() -> None:
     assert widths(found) == {8}
 
 
+def test_sums_of_few_elements_beside_such_vectors_are_summed_once() -> None:
+    """Both axes are called r0, and only the long one has vectors: of the short one a lane takes an element."""
+    fn = lambda a, b, c, d: (a * b).sum(-1) + (c * d).sum(-1)  # noqa: E731
+    text = SUM.replace("sum_1", "add").replace("acc0", "acc1")
+    text += '    with site("acc0"):\n        r0 = reg(1) * warp(2) * lane(32)\n'
+    pinned(fn, (x(3), x(3, 3), x(1057), x(3, 1057)), text)
+
+
 def test_it_is_said_of_vectors() -> None:
     text = SUM.replace("reg(3) *", "reg(3, aligned=True) *").replace("reg(8, aligned=True)", "reg(8)")
     with pytest.raises(UserError, match="aligned=True is said of what a thread takes at once, the last reg"):

@@ -324,6 +324,13 @@ def value(digits: Sequence[Digit]) -> IntExpr:
     return total
 
 
+def begins_anywhere(digits: Sequence[Digit], vector: int | None) -> bool:
+    """Whether a site's digits of an axis end in the `vector` that a plan aligns for axes of this name: others of the
+    same kernel may be called so too, and be divided otherwise.
+    """
+    return vector is not None and digits[-1].level == "reg" and digits[-1].size == vector
+
+
 def zero(dtype: DType) -> bool | int | float:
     """0 of a type."""
     return 0.0 if dtype.is_float else False if dtype.kind == "bool" else 0

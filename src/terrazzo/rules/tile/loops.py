@@ -14,7 +14,7 @@ from terrazzo.ir.plan import Agent, Align, Frame, Jam, Plan, Rescue, Result
 from terrazzo.rewrite.rule import need
 from terrazzo.rules.access import together
 from terrazzo.rules.tile import bodies
-from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value
+from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, begins_anywhere, extent, value
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.rings import axis_called
 
@@ -61,7 +61,7 @@ class _Walk:
         framed |= {x.site for x in plan.all(Rescue)}
         self.done = {r for name, r in draft.names.items() if name in draft.products or name in framed}
         self.gathered = {r.store for r in plan.all(Result) if r.slab}
-        self.aligned = {w.name for x in plan.all(Align) for w in x.vectors}
+        self.aligned = {w.name: w.args[0] for x in plan.all(Align) for w in x.vectors}
         self.sums = [self.parts(name) for name in draft.products]
 
     def parts(self, name: str) -> dict[Any, list[Any]]:
@@ -156,7 +156,8 @@ class _Walk:
             )
         else:
             here = replace(here, pending=())
-        if axis_name(s.axes[-1]) in self.aligned and (self.left(s.body) or s.kind == "scan" or side):
+        whole = begins_anywhere(digits[-1], self.aligned.get(axis_name(s.axes[-1])))
+        if whole and (self.left(s.body) or s.kind == "scan" or side):
             raise self.draft.fail(f"{axis_name(s.axes[-1])}: aligned=True is said of an axis that has no loops inside")
         self.statements(s.body, here)
 

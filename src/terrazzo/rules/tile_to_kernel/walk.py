@@ -22,7 +22,7 @@ from terrazzo.ir.schedule import Site
 from terrazzo.rules.access import before, together, wide
 from terrazzo.rules.loop.fusion.inline import in_bounds
 from terrazzo.rules.tile import bodies
-from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, extent, value, zero
+from terrazzo.rules.tile.digits import LOOPED, Bindings, Digit, begins_anywhere, extent, value, zero
 from terrazzo.rules.tile.draft import axis_name
 from terrazzo.rules.tile.loops import columns
 from terrazzo.rules.tile_to_kernel.accumulate import Accumulators
@@ -157,7 +157,7 @@ class Walker:
             steps = replace(s, body=tuple(body))
             InFrame(self.builder, self.bindings, steps, digits, inside, inner, self.statements).write()
             return self.name_results(s, scope)
-        if axis_name(s.axes[-1]) in self.aligned:
+        if begins_anywhere(digits[-1], self.aligned.get(axis_name(s.axes[-1]))):
             self.ragged(s, digits, inside, scope, inner)
         elif self.accumulators.columns is None and not self.keep and (own := stepwise(s, body)):
             frame = StepFrame(self.accumulators, own, digits, scope)
