@@ -207,6 +207,18 @@ def test_plans_with_branches_read_back_and_wrong_ones_are_found() -> None:
     assert "share memory" in misfit(replace(plan, slots=slots), made)
 
 
+def test_plans_with_branches_may_read_regions_of_what_is_there() -> None:
+    made = program(chains(2, 10), [20])
+    plan = planned(made)
+    k = next(k for k, s in enumerate(plan.slots) if s.kind == "arena")
+    read = max(n for n, s in enumerate(plan.steps) if k in s.args)
+    region = replace(plan.slots[k], name="part", of=k, offset=0)
+    args = tuple(len(plan.slots) if a == k else a for a in plan.steps[read].args)
+    steps = (*plan.steps[:read], replace(plan.steps[read], args=args), *plan.steps[read + 1 :])
+    plan = replace(plan, slots=(*plan.slots, region), steps=steps)
+    assert plan.branches == 2 and Plan.from_json(plan.to_json()) == plan and misfit(plan, made) == ""
+
+
 def test_where_there_are_no_branches() -> None:
     """On a CPU, where kernels are large, and where memory would grow by more than it is worth."""
     made = program(chains(2, 10), [20])

@@ -120,7 +120,7 @@ def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:
             return f"{plan.slots[k].name} and {plan.slots[onto].name} share memory"
     root = roots(plan.slots)
     for k, r in root.items():
-        users[r] = sorted({*users.get(r, ()), *users[k]})
+        users[r] = sorted({*users.get(r, ()), *users.get(k, ())})  # those of regions are counted already
         first[r] = min(first.get(r, first[k]), first[k])
     there = [k for k in first if plan.slots[k].kind == "arena" and k not in root]
     lying = sorted((plan.slots[k].within or -1, plan.slots[k].offset, k) for k in there)
