@@ -115,6 +115,28 @@ def test_pytorch_runs_what_is_on_the_cpu_and_the_rest_is_compiled(fn: Callable[.
     assert ours == ["aten.mul.Tensor", "aten.add.Tensor"]
 
 
+def test_what_is_made_of_what_stays_is_made_of_its_copy() -> None:
+    """As of random numbers: where the graph says that something lies is where it does."""
+    graph = traced(lambda x: [x + (torch.randn(5, 4)[:3] * 2).to(x.device)])
+    gather_on_one(graph)
+    with pytest.raises(Unheld) as why:
+        device_of(graph)
+    assert [str(n.target) for n in why.value.nodes] == ["aten.randn.default", "aten._to_copy.default"]
+
+    def compiled(part: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            given = [n.meta["val"].device for n in part.graph.find_nodes(op="placeholder")]
+            assert [y.device for y in args] == given
+            return run_by_pytorch(part)(args)
+
+        assert device_of(part) == "meta"
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    (found,) = in_segments(graph, why.value.nodes, compiled)([torch.empty(3, 4, device="meta")])
+    assert found.device.type == "meta" and found.shape == (3, 4)
+
+
 def test_who_reads_what_is_on_the_cpu_runs_there_too() -> None:
     graph = traced(sorted_there)
     gather_on_one(graph)

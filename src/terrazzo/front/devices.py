@@ -45,7 +45,7 @@ def is_copied(placeholder: Any, device: str) -> bool:
 
 def gather_on_one(graph: Any) -> None:
     """Let the GPU compute, in place of the CPU, what nothing but the GPU reads. What the graph is given on the CPU is
-    copied first.
+    copied first, and so is what the CPU has to make of that, as random numbers.
     """
     import torch
     from torch._guards import detect_fake_mode
@@ -61,14 +61,17 @@ def gather_on_one(graph: Any) -> None:
             moved[node] = value
     if not any(value.dim() for value in moved.values()):
         return
-    for node, value in moved.items():
+    for node in [*graph.graph.nodes]:
+        value = _value(graph, node)
+        if value is None or value.device == device:
+            continue
         with detect_fake_mode(list(found.values())) or nullcontext():
             there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        if node.op == "call_function":
+        if node in moved and node.op == "call_function":
             if "device" in node.kwargs:
                 node.update_kwarg("device", device)
             node.meta["val"] = there
-        elif users := [u for u in node.users if not _copies(u, device)]:
+        elif users := [u for u in node.users if u in moved or (node in moved and not _copies(u, device))]:
             with graph.graph.inserting_after(node):
                 copy = graph.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"device": device})
             copy.meta["val"] = there
