@@ -117,6 +117,27 @@ def test_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("create_graph" in str(w.message) for w in told) == 1
 
 
+def test_pytorch_runs_the_graph_as_long_as_such_gradients_are_asked_for() -> None:
+    """Forces and then the loss, of energies: what a call's gradients are asked for first says who runs the next."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = net(nn.Tanh())
+    energy = torch.compile(model, backend="terrazzo")
+    ours = []
+    for forces in (True, True, True, False, False, True):
+        x = inputs()
+        found, right = energy(x), model(x)
+        ours.append("Compiled" in type(found.grad_fn).__name__)
+        slopes = []
+        for e in (found, right):
+            (slope,) = grad(e.sum(), x, create_graph=forces)
+            loss = slope.square().sum() + e.square().sum() if forces else None
+            slopes.append([slope, *(grad(loss, [*model.parameters()], allow_unused=True) if forces else ())])
+        for mine, eager in zip(*slopes, strict=True):
+            assert mine is eager is None or torch.allclose(mine, eager, rtol=1e-9, atol=1e-12)
+    assert ours == [True, False, False, False, True, True]
+
+
 def test_old_values_that_are_gone_are_an_error() -> None:
     def grow(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         y = x.sin() * scale.clone()

@@ -17,21 +17,25 @@ from terrazzo.front.written import writes
 
 TOLD = (
     "gradients with a graph of their own (create_graph=True) of a compiled graph: PyTorch computes them, from the "
-    "graph as it was traced, each time. torch.func.grad within the compiled function is compiled"
+    "graph as it was traced, and runs that graph as long as such gradients are asked for. torch.func.grad within the "
+    "compiled function is compiled"
 )
 
 
 @dataclass
 class Twice:
     """A graph of Dynamo's whose gradients may be asked for with a graph of their own. It is run again for them, among
-    what it was compiled among (`autocast`), which Dynamo guards.
+    what it was compiled among (`autocast`), which Dynamo guards; and from then on PyTorch runs it at once, until
+    gradients of a call are first asked for without a graph.
 
-    `draws` is whether it draws random numbers, `changed` says which inputs it writes to, `reads` whether other results
-    depend on the old values of these, which are no longer there.
+    `asked` is whether they were asked for with one last, `draws` is whether it draws random numbers, `changed` says
+    which inputs it writes to, `reads` whether other results depend on the old values of these, which are no longer
+    there.
     """
 
     gm: Any
     tell: Callable[[str], None]
+    asked: bool = False
     draws: bool = False
     changed: frozenset[int] = frozenset()
     reads: bool = False
@@ -51,7 +55,7 @@ class Twice:
         """`compiled`, whose results notice when gradients with a graph of their own are asked for."""
         import torch
 
-        again = torch._dynamo.disable(self._again)
+        again, by_pytorch = torch._dynamo.disable(self._again), torch._dynamo.disable(self._by_pytorch)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph
         asked = torch.is_grad_enabled
 
@@ -68,6 +72,8 @@ class Twice:
         def call(*args: Any) -> Any:
             if not torch.is_grad_enabled():
                 return compiled(*args)
+            if self.asked:
+                return by_pytorch(*args)
             given = _Given(args, self.changed, self.draws)
             before = torch.autograd._get_sequence_nr()
             results = compiled(*args)
@@ -84,6 +90,7 @@ class Twice:
         """
         import torch
 
+        self.asked = True
         self.tell(TOLD)
         if self.reads or any(t is not None and k not in of for k, t in enumerate(tangents)):
             raise _refusal("it writes to its inputs, or its results share memory")
@@ -103,6 +110,23 @@ class Twice:
         if self.draws and not all(_near(found[j], gradients[k]) for j, k in places.items()):
             raise _refusal("it draws random numbers, and others when it is run again")
         return tuple(gradients[places[j]] if j in places else x for j, x in enumerate(found))
+
+    def _by_pytorch(self, *args: Any) -> Any:
+        """The results, whose gradients PyTorch knows by itself. What is asked of them first says who runs the next."""
+        import torch
+
+        results = self.gm(*args)
+        given, told = {id(x) for x in args}, False
+
+        def notice(gradients: Any) -> None:
+            nonlocal told
+            if not told:
+                self.asked, told = torch.is_grad_enabled(), True
+
+        made = (r.grad_fn for r in results if isinstance(r, torch.Tensor) and id(r) not in given)
+        for node in {*filter(None, made)}:
+            node.register_prehook(notice)
+        return results
 
     @contextmanager
     def _as_then(self, given: _Given) -> Iterator[None]:
