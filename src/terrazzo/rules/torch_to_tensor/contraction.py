@@ -157,14 +157,50 @@ def cdist(node: Aten, x: Any, y: Any, p: float, mode: int | None) -> Any:
     space = (*batch, m, n, x.type.shape[-1])
     if space[-1] == 0:
         return t.literal(0, out.dtype, out.shape)
-    left = t.broadcast(t.reshape(x, (*x.type.shape[:-1], 1, space[-1])), space)
-    right = t.broadcast(t.reshape(y, (*y.type.shape[:-2], 1, *y.type.shape[-2:])), space)
-    apart = t.apply("sub", left, right)
+    apart = _differences(x, y, space)
     value = norm_of(apart, p, [len(space) - 1])
     if p == 0:
         nan = t.reduce("any", t.apply("isnan", apart), [len(space) - 1])
         value = t.where(nan, c(math.nan, value), value)
     return t.cast(value, out.dtype)
+
+
+def _differences(x: Any, y: Any, space: Sequence[Any]) -> Any:
+    """[.., i, j, k]: x[.., i, k] - y[.., j, k]."""
+    left = t.broadcast(t.reshape(x, (*x.type.shape[:-1], 1, space[-1])), space)
+    right = t.broadcast(t.reshape(y, (*y.type.shape[:-2], 1, *y.type.shape[-2:])), space)
+    return t.apply("sub", left, right)
+
+
+@aten("_cdist_backward.default")
+def cdist_gradient(node: Aten, grad: Any, x: Any, y: Any, p: float, dist: Any) -> Any:
+    """The gradient by x of the p-norms `dist` of x[.., i] - y[.., j]: no slope at 0, nor (p < 1) where a part is 0. The
+    formulas are PyTorch's (aten/src/ATen/native/cuda/DistanceKernel.cu), whose kernel writes all the terms of the sums.
+    """
+    out = result(node)
+    *batch, m, n = dist.type.shape
+    space = (*batch, m, n, x.type.shape[-1])
+    if p == 0 or 0 in space:
+        return t.literal(0, out.dtype, out.shape)
+    apart = _differences(x, y, space)
+    given, norm = (t.broadcast(t.reshape(v, (*v.type.shape, 1)), space) for v in (grad, dist))
+    zero, size = c(0.0, apart), t.apply("abs", apart)
+    flat = t.apply("eq", norm, zero)
+    if math.isinf(p):
+        term = t.apply("mul", given, t.apply("sign", apart))
+        flat = t.apply("ne", size, norm)
+    elif p == 1:
+        term = t.apply("mul", given, t.apply("sign", apart))
+    elif p == 2:
+        term = t.apply("div", t.apply("mul", given, apart), norm)
+    else:
+        slope = t.apply("mul", apart, t.apply("pow", size, c(p - 2, size)))
+        if p < 2:
+            slope = t.apply("mul", t.apply("sign", apart), t.apply("pow", size, c(p - 1, size)))
+        term = t.apply("div", t.apply("mul", slope, given), t.apply("pow", norm, c(p - 1, norm)))
+        if p < 1:
+            term = t.where(t.apply("eq", apart, zero), zero, term)
+    return t.cast(t.reduce("sum", t.where(flat, zero, term), [len(space) - 2]), out.dtype)
 
 
 @aten("dist.default")
@@ -178,4 +214,4 @@ def dist(node: Aten, x: Any, y: Any, p: float = 2) -> Any:
     return t.cast(norm_of(t.apply("sub", left, right), p, range(len(shape))), out.dtype)
 
 
-RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, trilinear, cdist, dist)
+RULES: tuple[Rule, ...] = (mm, mv, dot, addmm, addmv, addbmm, addr, trilinear, cdist, cdist_gradient, dist)
