@@ -282,24 +282,47 @@ class Program:
     results: tuple[Buffer, ...]
 
 
+ASIDE = 1 << 20
+"""Labels from here on are of reductions rewritten within others that are still closed: see `close`."""
+
+
 def close(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Bound, ...], tuple[Node, ...]]:
-    """Turn variables into bound ones with the canonical labels. See `expr.Bound`."""
-    inner = [a.label for n in topological(args) if isinstance(n, (Reduce, Scan)) for a in _axes(n)]
-    base = 1 + max(inner, default=-1)
-    bound = tuple(Bound(base + k, a.extent) for k, a in enumerate(axes))
-    if bound == tuple(axes):
-        return bound, tuple(args)
+    """Turn variables into bound ones with the canonical labels. See `expr.Bound`.
+
+    Whoever rewrites terms children first builds a reduction while those around it are closed. With an axis more than it
+    had, its labels would be theirs, and what they bind would be bound by it. It steps aside then, until they are built
+    anew, which they are after it, and with them all that mentions their variables.
+    """
     own: Sequence[Any] = axes
-    if any(isinstance(a, Bound) for a in axes):  # two steps: labels may be permuted
-        own = [Var(fresh_name(), a.extent) for a in axes]
-        args = substituted(args, dict(zip(axes, own, strict=True)))
+    first = _first_label(args)
+    if first > ASIDE and any(isinstance(a, Bound) for a in axes):
+        own, args = _opened(axes, args)
+        first = _first_label(args)
+    around = [v.label for v in free_in(args) if isinstance(v, Bound) and v not in own]
+    if any(first <= label < first + len(axes) for label in around):
+        first = 1 + max(ASIDE, *around)
+    bound = tuple(Bound(first + k, a.extent) for k, a in enumerate(axes))
+    if bound == tuple(own):
+        return bound, tuple(args)
+    if any(isinstance(a, Bound) for a in own):  # two steps: labels may be permuted
+        own, args = _opened(own, args)
     return bound, substituted(args, dict(zip(own, bound, strict=True)))
+
+
+def _first_label(args: Sequence[Node]) -> int:
+    """One more than the largest label that is bound anywhere in these."""
+    return 1 + max((a.label for n in topological(args) if isinstance(n, (Reduce, Scan)) for a in _axes(n)), default=-1)
+
+
+def _opened(axes: Sequence[Any], args: Sequence[Node]) -> tuple[tuple[Var, ...], tuple[Node, ...]]:
+    """Axes as fresh free variables, and arguments in terms of them."""
+    new = tuple(Var(fresh_name(), a.extent) for a in axes)
+    return new, substituted(args, dict(zip(axes, new, strict=True)))
 
 
 def open_binder(node: Reduce | Scan) -> tuple[tuple[Var, ...], tuple[Node, ...]]:
     """The axes as fresh free variables, and the arguments in terms of them. Close again by constructing."""
-    axes = tuple(Var(fresh_name(), a.extent) for a in _axes(node))
-    return axes, substituted(node.args, dict(zip(_axes(node), axes, strict=True)))
+    return _opened(_axes(node), node.args)
 
 
 def apply(fn: str, *args: Node) -> Apply:
