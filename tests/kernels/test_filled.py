@@ -163,6 +163,26 @@ def test_two_products_apart_are_right() -> None:
     assert np.array_equal(*(loop.run(p, given)[0] for p in (whole, done.loop)))
 
 
+def test_products_that_are_added_one_by_one_are_apart() -> None:
+    """Terms of a polynomial in a graph's matrix: what is rounded behind a sum has the sums before it within, which are
+    stored by themselves. Each of the first was made of all of them, and apart as long as one was.
+    """
+
+    def polynomial(w: Any, *terms: Any) -> Any:
+        out = terms[0] @ w[0]
+        for x, y in zip(terms[1:], w[1:], strict=True):
+            out = torch.addmm(out, x, y)
+        return out
+
+    done = chosen(polynomial, (5, 64, 16), *((128, 64),) * 5)
+    kernel = next(s for s in done.loop.steps if len(accumulators(s)) == 5)
+    apart = products_apart(kernel)
+    assert [len(accumulators(x)) for x in apart] == [1] * 5
+    given = {b.name: _array(torch.randn(b.type.static_shape).to(torch.bfloat16)) for b in done.loop.inputs}
+    whole = l.Program("f", done.loop.inputs, apart, done.loop.results)
+    assert np.array_equal(*(loop.run(p, given)[0] for p in (whole, done.loop)))
+
+
 def of_one_filter(x: Any, y: Any, w: Any) -> Any:
     """Convolutions of two images with the same filter."""
     return tuple(torch.relu(torch.nn.functional.conv2d(i, w, padding=1)) for i in (x, y))

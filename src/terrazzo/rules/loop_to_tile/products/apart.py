@@ -302,17 +302,26 @@ CHEAP = 2.0
 
 
 def _rounded(kernel: l.Kernel, r: l.Reduce) -> Any:
-    """What is wanted of a reduction: itself, or the smaller type that all convert it to, with a bias perhaps."""
+    """What is wanted of a reduction: itself, or the smaller type that all convert it to, with a bias perhaps, but with
+    no other reduction: that is stored by itself.
+    """
     found: Any = r
     work = 0.0
+    own = _reductions(r)
     while work <= CHEAP:
         users = {x for s in kernel.stores for x in topological([s.value]) if isinstance(x, l.Apply) and found in x.args}
         if len(users) != 1 or any(s.value is found for s in kernel.stores):
             break
         (found,) = users
+        if not _reductions(found) <= own:
+            break
         if is_cast(found.fn) and found.dtype.size < r.dtype.size:
             return found
         if not found.free <= r.free:
             break
         work += found.fn.cost
     return r
+
+
+def _reductions(x: Any) -> set[l.Reduce]:
+    return {y for y in topological([x]) if isinstance(y, l.Reduce)}
