@@ -10,6 +10,7 @@ from terrazzo.ir.node import Node
 from terrazzo.ir.types import f64, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, operand, result
+from terrazzo.rules.torch_to_tensor.special import searched
 
 
 @aten("full.default", "full_like.default", "new_full.default", "scalar_tensor.default", "prims.scalar_tensor.default")
@@ -93,6 +94,8 @@ TRIANGLES = (_triangle("tril", "le"), _triangle("triu", "ge"))
 def _triangle_indices(name: str, lower: bool) -> Rule:
     def places(node: Aten, rows: int, columns: int, offset: int = 0, **kwargs: Any) -> Any:
         out = result(node)
+        if not out.shape[1]:
+            return t.literal(0, out.dtype, out.shape)
         numbers = t.iota((rows,), t.coordinates((rows,))[0])
         bound = t.apply(
             "add", numbers, t.literal(offset + lower, i64, (rows,))
@@ -101,13 +104,10 @@ def _triangle_indices(name: str, lower: bool) -> Rule:
         count = bound if lower else t.apply("sub", t.literal(columns, i64, (rows,)), bound)
         end = t.scan("sum", count, 0)
         first = t.apply("sub", t.literal(0, i64, (rows,)) if lower else bound, t.apply("sub", end, count))
-        k, r = t.coordinates((out.shape[1], rows))
-        past = t.apply("le", t.index_map(end, (out.shape[1], rows), [r]), t.iota((out.shape[1], rows), k))
-        row = t.reduce("sum", t.cast(past, i64), [1])
-        here = t.coordinates(row.type.shape)
-        column = t.apply(
-            "add", t.iota(row.type.shape, here[0]), t.index_map(first, row.type.shape, [t.loaded(row, here, rows)])
-        )
+        here = t.coordinates(out.shape[1:])
+        number = t.iota(out.shape[1:], here[0])
+        row = t.cast(searched(number, end, (), right=True), i64)
+        column = t.apply("add", number, t.index_map(first, number.type.shape, [t.loaded(row, here, rows)]))
         i, j = t.coordinates(out.shape)
         both = [t.index_map(v, out.shape, [j]) for v in (row, column)]
         return t.cast(t.where(t.apply("eq", t.iota(out.shape, i), t.literal(0, i64, out.shape)), *both), out.dtype)
@@ -117,7 +117,7 @@ def _triangle_indices(name: str, lower: bool) -> Rule:
         f"{name}_indices",
         rule.keys,
         rule.rewrite,
-        "Place k lies in the row before whose end k is, counted along the rows.",
+        "Place k lies in the row before whose end k is, counted along the rows, which a binary search finds.",
     )
 
 

@@ -330,7 +330,7 @@ def angle(node: Aten, x: Any) -> Any:
     return pointwise(node, result(node).dtype.compute, x, fn=build)
 
 
-def _search(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
+def searched(values: Any, rows: Any, row: Sequence[Any], right: bool) -> Any:
     """How many of the sorted numbers rows[*row, :] come before each value: a binary search, step by step as eager does
     it.
     """
@@ -375,7 +375,7 @@ def searchsorted(
     compute = promoted(rows, values).compute
     row = t.coordinates(out.shape)[:-1] if rows.type.rank > 1 else ()
     return t.cast(
-        _search(operand(values, compute, out.shape), t.cast(rows, compute), row, right or side == "right"), out.dtype
+        searched(operand(values, compute, out.shape), t.cast(rows, compute), row, right or side == "right"), out.dtype
     )
 
 
@@ -385,7 +385,7 @@ def bucketize(node: Aten, values: Any, boundaries: Any, *, out_int32: bool = Fal
     out = result(node)
     need(boundaries.type.numel, "it is empty")
     compute = promoted(boundaries, values).compute
-    return t.cast(_search(operand(values, compute, out.shape), t.cast(boundaries, compute), (), right), out.dtype)
+    return t.cast(searched(operand(values, compute, out.shape), t.cast(boundaries, compute), (), right), out.dtype)
 
 
 RULES: tuple[Rule, ...] = (*FUNCTIONS, polygamma, ldexp, angle, searchsorted, bucketize)
