@@ -52,6 +52,7 @@ from terrazzo.rules.loop.layout.across import turned_after
 from terrazzo.rules.loop.layout.channels import channels_last
 from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
 from terrazzo.rules.loop.layout.in_place import images_in_place
+from terrazzo.rules.loop.layout.laid_apart import laid_apart
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import looked_up_first
 from terrazzo.rules.loop.layout.phases import phases_apart
@@ -195,7 +196,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     made = blocks_seen(read_in_parts(made, log, price, options.materialize), log, price)
     made = columns_reduced(made, log, price, partial(reduced.refusal, gpu=gpu), options.materialize)
     made = store_turned(factors_made(made, log, price, options.materialize), log, price)
-    made = copied_after(made, log, lambda kernel: getattr(chain(kernel), "columns", None))
+    made = copied_after(laid_apart(made, log, price), log, lambda kernel: getattr(chain(kernel), "columns", None))
     return rounded_weights(made, log, target(options.target).rates.matrix)
 
 

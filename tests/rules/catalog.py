@@ -25,6 +25,7 @@ from terrazzo.rules.loop.layout import (
     channels,
     dimensions,
     in_place,
+    laid_apart,
     layout,
     lookups,
     phases,
@@ -182,6 +183,9 @@ CATALOG: dict[str, Rewrite] = {
         across.turned_after, lambda p: across.turned_after(p, Log(), lambda steps: 1.0, lambda copy: -1.0, 0)
     ),
     "online:read_across": of(across.read_across, lambda p: across.read_across(p, Log())),
+    "online:laid_apart": of(
+        laid_apart.laid_apart, lambda p: laid_apart.laid_apart(p, Log(), lambda steps: float(1 - len(steps)), 0)
+    ),
     "online:store_turned": of(
         turned.store_turned, lambda p: turned.store_turned(p, Log(), lambda steps: float(1 - len(steps)))
     ),

@@ -319,6 +319,23 @@ def with_rows_of_results(program: Program) -> Any:
     return _but(lift(Program("tensor", "rows", program.inputs, (found,))), shape)
 
 
+def with_turned_results(program: Program) -> Any:
+    """Loop IR of sums over windows, with results of them whose columns lie side by side, in one kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    places = t.coordinates((3, 8))
+    first = [t.cast(t.index_map(x, (3, 8), tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, (3, 8))
+    row, point, k = t.coordinates((3, 7, 2))
+    total = t.reduce("sum", t.index_map(image, (3, 7, 2), (row, point + k)), [2])
+    found = _but(lift(Program("tensor", "windows", program.inputs, (total,))), (3, 8))
+    *before, last = found.steps
+    (store,) = last.stores
+    turned = loop.Buffer("turned", Type(f32, (3, 7), (1, 3)))
+    other = loop.Store(turned, store.index, loop.apply("sin", store.value))
+    both = loop.Kernel(last.name, last.axes, (store, other), last.source)
+    return loop.Program(found.name, found.inputs, (*before, both), (*found.results, turned))
+
+
 def with_groups(program: Program) -> Any:
     """Loop IR of a product along channels of an image that are stored in groups."""
     given = [x for x in program.inputs if x.type.numel]
@@ -407,6 +424,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "schedule:taps_apart": with_taps,
     "online:images_in_place": with_a_crop,
     "online:turned_after": with_rows_of_results,
+    "online:laid_apart": with_turned_results,
     "online:read_across": lambda program: lift(seasoned(program)),  # fusion leaves few copies
     "store_as_read:dimensions_of_products": with_groups,
     "schedule:lie_alike": with_orders,
