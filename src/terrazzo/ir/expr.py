@@ -9,13 +9,13 @@ Python ints stand for themselves: `IntExpr = int | Expr`. Division and remainder
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from functools import lru_cache, reduce
 from typing import Any, Union, cast
 
 from terrazzo.errors import UserError
 from terrazzo.ir.node import Node, derived, topological
+from terrazzo.ir.written import sorted_as, written
 
 IntExpr = Union[int, "Expr"]
 Range = tuple[int | None, int | None]
@@ -346,40 +346,15 @@ def mod(a: IntExpr, b: IntExpr) -> IntExpr:
     return Mod(rest if isinstance(rest, Expr) else Sum(rest, ()), b)
 
 
-LONG = 4096
-"""Nodes in the text of a term that is ordered by its text, at most. A term of many uses of few terms may be longer than
-any memory, such as that of a binary search in data.
-"""
-
-
-@lru_cache(maxsize=4096)
-def _written(node: Node) -> str:
-    """What tells a term from others in every process: its text, or a digest of it where that would be long."""
-    sizes: dict[Node, int] = {}
-    found = topological([node])
-    for n in found:
-        sizes[n] = 1 + sum(sizes[c] for c in n.children)
-    if sizes[node] <= LONG:
-        return repr(node)
-    digests: dict[Node, str] = {}
-
-    def told(value: Any) -> str:
-        if isinstance(value, tuple):
-            return f"({','.join(map(told, value))})"
-        return digests[value] if isinstance(value, Node) else repr(value)
-
-    for n in found:
-        digests[n] = hashlib.sha256(f"{n.dialect}.{n.op}{told(n.values)}".encode()).hexdigest()
-    return digests[node]
-
-
 def _order(value: Any) -> Any:
     if isinstance(value, Expr):
         return value.order
     if isinstance(value, Node):
-        return ("~", _written(value))
+        return ("~", written(value))
     if isinstance(value, tuple):
         return ("(", *(_order(v) for v in value))
+    if isinstance(value, str):
+        return ("str", sorted_as(value))
     return (type(value).__name__, value if value is not None else 0)
 
 

@@ -208,10 +208,11 @@ class Node(metaclass=_Interned):
     def __repr__(self) -> str:
         return type(self).printer(self)
 
-    def _plainly(self) -> str:
+    def plainly(self) -> str:
+        """The op and its fields, for what has no text of its own."""
         return f"{self.op}({', '.join(map(repr, self.values))})"
 
-    printer: ClassVar[Callable[[Node], str]] = staticmethod(_plainly)
+    printer: ClassVar[Callable[[Node], str]] = staticmethod(plainly)
     """What `repr` makes of a node. `ir.show`, which knows all dialects, puts its `show` here."""
 
     def __copy__(self: N) -> N:

@@ -61,7 +61,7 @@ def _value(x: Node, name: Namer) -> str:
             return f"opaque({', '.join(s for s in (repr(x.name), called(x, name)) if s)})"
         case Input():
             return x.name
-    return object.__repr__(x)
+    return x.plainly()
 
 
 def _coordinates(shape: tuple[IntExpr, ...]) -> str:

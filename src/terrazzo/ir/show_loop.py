@@ -95,7 +95,7 @@ def show_term(x: Node, name: Namer) -> str:
             return f"{x.monoid.name}[{show_list(x.axes)}]({', '.join(map(name, x.args))})"
         case l.Scan():
             return f"scan.{x.monoid.name}[{show_expr(x.axis)} <= {show_expr(x.at)}]({', '.join(map(name, x.args))})"
-    return object.__repr__(x)
+    return x.plainly()
 
 
 def header(dialect: str, name: str, inputs: Iterable[Any], everything: Iterable[Any]) -> list[str]:

@@ -319,7 +319,7 @@ def _reading(x: l.Load) -> float:
     two in `x[i // 2] if i % 2 == 0 else 0`. A thread has them all, and loads nothing for the others. (Not where it
     reduces: whose columns these are, is not known then.)
     """
-    atoms = {d for d in topological([e for e in x.inside if isinstance(e, Expr)]) if isinstance(d, Mod | Var)}
+    atoms = [d for d in topological([e for e in x.inside if isinstance(e, Expr)]) if isinstance(d, Mod | Var)]
     part = 1.0
     for d in atoms:
         low, high = bounds(d)

@@ -217,7 +217,7 @@ def _alike(loads: Sequence[l.Load], axis: Any) -> bool:
 
 def _memory(x: l.Load) -> Any:
     offset = flatten(x.index, x.buffer.type.element_strides)
-    return next((a for a in x.free if coefficient(offset, a) == 1), None)
+    return frozenset(a for a in x.free if coefficient(offset, a) == 1)
 
 
 def _adding(sums: set[Any], one: Node) -> Callable[[Any], Any]:

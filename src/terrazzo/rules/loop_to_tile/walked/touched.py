@@ -41,8 +41,8 @@ def touched(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> float:
     moves, what the cache brings in sectors, or the instructions that find places; and the launch.
     """
     spread = _Spread(kernel, schedule)
-    loads = {x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)}
-    accesses = loads | {l.Load(s.buffer, s.index) for s in kernel.stores}
+    loads = [x for x in topological([s.value for s in kernel.stores]) if isinstance(x, l.Load)]
+    accesses = dict.fromkeys([*loads, *(l.Load(s.buffer, s.index) for s in kernel.stores)])
     moved: dict[l.Buffer, int] = {}
     sectors, issued = 0, 0.0
     for x in accesses:
