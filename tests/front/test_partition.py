@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 
+from terrazzo.front import spread
 from terrazzo.front.attention import attention_traced
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
@@ -204,3 +205,22 @@ def test_pairs_are_spread_out_again(fn: Any, times: int) -> None:
     (truth,) = torch.autograd.grad(fn(exact, y.double()).square().sum(), exact)
     (eager,) = torch.autograd.grad(fn(x, y).square().sum(), x)
     assert (found.double() - truth).norm() <= 2 * (eager.double() - truth).norm() + 1e-6 * truth.norm()
+
+
+def test_each_of_a_chain_of_large_tensors_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From each one all before it were, whether it was made of little or of something dear."""
+    asked: list[Any] = []
+    cheap = spread._cheap
+    monkeypatch.setattr(spread, "_cheap", lambda node: asked.append(node) or cheap(node))  # type: ignore[func-returns-value]
+    aten = torch.ops.aten
+    for first, made in ((aten.expand.default, 300), (aten.exp.default, 0)):
+        graph = torch.fx.Graph()
+        last = graph.placeholder("primals_1")
+        last.meta["val"] = torch.empty(1 if made else 1 << 18, device="meta")
+        for n in range(300):
+            last = graph.call_function(aten.add.Tensor if n else first, (last, 1) if n else (last,))
+            last.meta["val"] = torch.empty(1 << 18, device="meta")
+        graph.output(([last, graph.call_function(aten.sum.default, (last,))],))
+        asked.clear()
+        assert len(spread.spread_out(graph, 0, ())) == made
+        assert len(asked) < 1000

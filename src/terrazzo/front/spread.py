@@ -22,6 +22,7 @@ CHEAP = (
 """Operations of ATen that say where something is, and those on single numbers that take no longer than to load these.
 What is dear, as a power is, is kept.
 """
+_CHEAP = {f"aten.{x}" for x in (*SHAPED, *CHEAP)}
 
 
 def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
@@ -42,6 +43,7 @@ def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
         forward |= dict.fromkeys(node.all_input_nodes)
     found: set[Any] = set()
     late: set[Any] = set()  # what gradients have a part in
+    little = _Little()
     for node in graph.nodes:
         if "tangents" in node.name if node.op == "placeholder" else not late.isdisjoint(node.all_input_nodes):
             late.add(node)
@@ -50,32 +52,70 @@ def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
             and node not in nothing
             and not (node in forward and all(x in forward for x in node.users))
         ):
-            found |= _made_of_little(node)
+            found |= little.on_the_way_to(node)
     for node in (todo := list(found)):
         todo += [x for x in node.all_input_nodes if x in nothing and x not in found]
         found |= {x for x in node.all_input_nodes if x in nothing}
     return found
 
 
-def _made_of_little(node: Any) -> set[Any]:
-    """A node and what is nearly as large on the way to it, where all of that is cheap and made of little; else none."""
-    if (size := _bytes(node)) < LEAST:
-        return set()
-    on_the_way, small = {node}, set()
-    for x in (todo := [node]):
-        if not _cheap(x):
+class _Little:
+    """Finds what is made of little, once for all that are of a size: of a long chain of large tensors each is reached
+    from all behind it.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[Any, int] = {}
+        self.small: dict[tuple[Any, int], frozenset[Any] | None] = {}
+        self.told: set[tuple[Any, int]] = set()
+
+    def on_the_way_to(self, node: Any) -> set[Any]:
+        """A node and what is nearly as large on the way to it, but for what was told before, where all of that is cheap
+        and made of little; else none.
+        """
+        size = self.bytes(node)
+        if size < LEAST or self.made_of(node, size) is None:
             return set()
-        for y in x.all_input_nodes:
-            if _bytes(y) * LARGER > size:
-                todo += [y] if y not in on_the_way else []
-                on_the_way.add(y)
-            else:
-                small.add(y)
-    return on_the_way if sum(map(_bytes, small)) * LARGER <= size else set()
+        found, todo = set(), [node]
+        while todo:
+            x = todo.pop()
+            if (x, size) not in self.told:
+                self.told.add((x, size))
+                found.add(x)
+                todo += self.large(x, size)
+        return found
+
+    def made_of(self, node: Any, size: int) -> frozenset[Any] | None:
+        """What is small, for so many bytes, of what a node is made of; None where that is no little, or dear."""
+        known, todo = self.small, [node]
+        while todo:
+            x = todo[-1]
+            large = self.large(x, size) if (cheap := _cheap(x)) else []
+            if not cheap or any(known.get((y, size), ()) is None for y in large):
+                known[todo.pop(), size] = None
+                continue
+            if new := next((y for y in large if (y, size) not in known), None):
+                todo.append(new)
+                continue
+            own = frozenset(y for y in x.all_input_nodes if y not in large)
+            parts = [own, *(known[y, size] or own for y in large)]
+            most = max(parts, key=len)  # often it has all: nothing is copied then
+            whole = most if all(map(most.issuperset, parts)) else most.union(*parts)
+            known[todo.pop(), size] = whole if sum(map(self.bytes, whole)) * LARGER <= size else None
+        return known[node, size]
+
+    def large(self, node: Any, size: int) -> list[Any]:
+        """What a node reads that is nearly so large."""
+        return [y for y in node.all_input_nodes if self.bytes(y) * LARGER > size]
+
+    def bytes(self, node: Any) -> int:
+        if node not in self.sizes:
+            self.sizes[node] = _bytes(node)
+        return self.sizes[node]
 
 
 def _cheap(node: Any) -> bool:
-    return node.op == "call_function" and str(node.target).split(".")[:2] in [["aten", x] for x in (*SHAPED, *CHEAP)]
+    return node.op == "call_function" and ".".join(str(node.target).split(".")[:2]) in _CHEAP
 
 
 def _bytes(node: Any) -> int:
