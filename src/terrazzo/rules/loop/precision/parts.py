@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,28 +238,29 @@ class _Parts:
 
     def replace(self, kernel: l.Kernel, products: Sequence[Contraction]) -> str:
         """Put products of parts in a kernel's place, in the way that gains most, or stores least, or say why not."""
-        before, made, names = list(self.steps), dict(self.made), set(self.names)
-        halved, single = dict(self.halved), dict(self.single)
-        best: tuple[tuple[float, float], _Way] | None = None
+        before, there = self.state(), set(self.steps)
+        best: tuple[tuple[float, float], _Way, list[Any], list[Any], tuple[Any, ...]] | None = None
         first = ""
         for way in self.ways(kernel, products):
             if best is not None and (way.resort or self.any_way):
                 break
             self.way = way
-            old, new = self.put(kernel, products)
+            self.become(map(copy, before))
+            self.put(kernel, products)
+            kept, new = set(self.steps), [s for s in self.steps if isinstance(s, l.Kernel) and s not in there]
+            old = [s for s in before[0] if s not in kept]
             stored = sum(b.type.span for s in new for b in s.writes) if kernel in self.lean else 0
             beaten = best[0][1] if best is not None and best[0][0] == -stored else -math.inf
             gained, why = self.gain(old, new, beaten)
             first = first or why
             if not why and (best is None or (-stored, gained) > best[0]):
-                best = (-stored, gained), way
-            self.steps, self.made, self.names = list(before), dict(made), set(names)
-            self.halved, self.single = dict(halved), dict(single)
-        self.way = _Way()
+                best = (-stored, gained), way, old, new, self.state()
         if best is None:
+            self.become(before)
+            self.way = _Way()
             return first
-        _, self.way = best
-        old, new = self.put(kernel, products)
+        _, self.way, old, new, after = best
+        self.become(after)
         terms = max(len(c.terms) for x in topological(new[-1].stores) if (c := summed(x)))
         what = f"a product of float32 is {terms} of {'float16' if self.way.scaled or self.way.single else 'bfloat16'}"
         for s in new:
@@ -288,9 +290,16 @@ class _Parts:
         if sums:
             yield _Way(inner=sums, resort=True)  # what may stay as it lies does
 
-    def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> tuple[list[Any], list[Any]]:
-        """Put products of parts in a kernel's place: what is there no longer, and what is instead."""
-        before = list(self.steps)
+    def state(self) -> tuple[Any, ...]:
+        """What becomes another as kernels are put in the place of others: the steps, and what is known of parts."""
+        return self.steps, self.made, self.names, self.halved, self.single
+
+    def become(self, state: Iterable[Any]) -> None:
+        """Be as at another time."""
+        self.steps, self.made, self.names, self.halved, self.single = state
+
+    def put(self, kernel: l.Kernel, products: Sequence[Contraction]) -> None:
+        """Put products of parts in a kernel's place."""
         for c in products:
             for x in () if self.way.scaled or self.way.single else c.operands:
                 if x not in self.way.inside and not made_inside(x):
@@ -301,8 +310,6 @@ class _Parts:
             product = self.halves(kernel, *products) if self.way.scaled else self.multiplied(kernel, products)
         self.steps[self.steps.index(kernel)] = product
         self.forget()
-        old, new = set(before), set(self.steps)
-        return [s for s in before if s not in new], [s for s in self.steps if s not in old]
 
     def little(self, kernel: l.Kernel, windows: Collection[Any]) -> frozenset[Node]:
         """Of what a kernel reads less of than there is, that of which it reads half at most, and nobody else multiplies

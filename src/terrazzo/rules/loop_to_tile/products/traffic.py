@@ -5,7 +5,7 @@ the same, and what is fetched for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from terrazzo.hw.gpu import Gpu, Warpgroups
@@ -41,17 +41,24 @@ def walk(p: Product, tile: Tile, gpu: Gpu) -> Walk:
     has = gpu.warpgroups
     assert has is not None
     deep = math.prod(steps(p, tile)) * tile.blocks * clusters(p, tile)
+    counts, slabs = _counts(p, tile), _slabs(p, tile, has, False)
 
     def takes(way: Walk) -> float:
-        return leaving(p, tile, way, has, False) * deep / has.cache + again(p, tile, way, gpu, has) / gpu.memory
+        out = _leaving(tile, way, counts, slabs) * deep / has.cache
+        return out + _again(p, tile, way, counts, gpu, has) / gpu.memory
 
-    return min(_walks(p, tile), key=takes)
+    return min(_walks(p, counts), key=takes)
 
 
-def _walks(p: Product, tile: Tile) -> Iterator[Walk]:
+def _counts(p: Product, tile: Tile) -> dict[Any, int]:
+    """How many clusters each axis of a product takes."""
+    return {a: ceil(a.extent, tile.covered(a)) for a in (p.m, p.n)}
+
+
+def _walks(p: Product, counts: Mapping[Any, int]) -> Iterator[Walk]:
     """The orders there are: groups divide the tiles of an axis."""
     for outer, inner in ((p.m, p.n), (p.n, p.m)):
-        count = ceil(outer.extent, tile.covered(outer))
+        count = counts[outer]
         for together in range(min(count, TOGETHER), 0, -1):
             if count % together == 0:
                 yield Walk(outer, inner, together)
@@ -82,22 +89,29 @@ def fetched(p: Product, tile: Tile, has: Warpgroups, few: bool) -> float:
 
 def leaving(p: Product, tile: Tile, way: Walk, has: Warpgroups, few: bool) -> float:
     """Bytes that leave the cache for a block and a step, where blocks that are `NEAR` share what they fetch."""
-    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (way.outer, way.inner))
+    return _leaving(tile, way, _counts(p, tile), _slabs(p, tile, has, few))
+
+
+def _slabs(p: Product, tile: Tile, has: Warpgroups, few: bool) -> list[tuple[Any, float]]:
+    """The axis of the tile that each operand knows, and bytes of it that a block needs for a step."""
+    found = []
+    for x in facts_of(p).sources:
+        rows = tile.rows in x.free
+        size = (tile.m if rows else tile.n) * tile.k * x.size * (has.straddling[not few] if x.straddles else 1)
+        found.append((tile.rows if rows else tile.columns, size))
+    return found
+
+
+def _leaving(tile: Tile, way: Walk, counts: Mapping[Any, int], slabs: Iterable[tuple[Any, float]]) -> float:
+    """The same, of operands of which that is known."""
+    rows, columns, group = counts[way.outer], counts[way.inner], way.together
     near = max(min(NEAR // tile.blocks, rows * columns), 1)
-    group = way.together
     different = {
         way.outer: min(rows, min(group, near) * _met(near, group * columns)),
         way.inner: min(columns, _met(near, group)),
     }
     found = 0.0
-    for x in facts_of(p).sources:
-        mine = tile.rows if tile.rows in x.free else tile.columns
-        size = (
-            (tile.m if mine is tile.rows else tile.n)
-            * tile.k
-            * x.size
-            * (has.straddling[not few] if x.straddles else 1)
-        )
+    for mine, size in slabs:
         if tile.split is not None:  # the other operand comes to both blocks at once
             found += size * (different[mine] if mine is tile.split else near / 2)
         else:
@@ -115,12 +129,16 @@ def again(p: Product, tile: Tile, way: Walk, gpu: Gpu, has: Warpgroups) -> float
     it, for each group of those that are walked together, or for as many as all blocks work on. A gated layer of 2309
     rows walked one by one read 100 MB of weights 18 times, and took 671 us, and 414 in another run and order (H200).
     """
-    rows, columns = (ceil(a.extent, tile.covered(a)) for a in (way.outer, way.inner))
+    return _again(p, tile, way, _counts(p, tile), gpu, has)
+
+
+def _again(p: Product, tile: Tile, way: Walk, counts: Mapping[Any, int], gpu: Gpu, has: Warpgroups) -> float:
+    """The same, of so many clusters along each axis."""
     facts = facts_of(p)
-    size = sum(x.bytes for x in facts.sources if way.inner in x.free)
+    size = facts.known_by[way.inner]
     if tile.share > 1 or size <= has.keeps * facts.batch:
         return 0.0
-    passes = ceil(rows, max(way.together, gpu.processors // tile.blocks // columns))
+    passes = ceil(counts[way.outer], max(way.together, gpu.processors // tile.blocks // counts[way.inner]))
     return (passes - 1) * size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -181,8 +181,8 @@ class Source:
 @dataclass(frozen=True)
 class Facts:
     """What follows from a product whatever its tiles are: points of the batch, of k, and of `outer`, all of k's axes
-    but the last; the terms of its sums, what lies in memory and its `bytes`, whether that ends where k does, and
-    whether an operand is `several` tensors.
+    but the last; the terms of its sums, what lies in memory and its `bytes`, those of what knows m and of what knows n,
+    whether that ends where k does, and whether an operand is `several` tensors.
     """
 
     batch: int
@@ -191,6 +191,7 @@ class Facts:
     terms: int
     sources: tuple[Source, ...]
     bytes: int
+    known_by: Mapping[Any, int]
     ends: bool
     several: bool
 
@@ -206,6 +207,7 @@ def facts_of(p: Product) -> Facts:
         sum(len(c.terms) for c in p.sites),
         sources,
         sum(x.bytes for x in sources),
+        {a: sum(x.bytes for x in sources if a in x.free) for a in (p.m, p.n)},
         all(e is p.axes[-1] for x in p.sources for e in x.index if mentions(e, p.axes[-1])),
         any(map(concatenated, p.operands)),
     )
