@@ -1,6 +1,10 @@
 """Python's collector of cycles rests while a program is compiled, and only then."""
 
+import functools
 import gc
+import importlib
+import inspect
+import pkgutil
 import weakref
 from typing import Any
 
@@ -8,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from terrazzo import collector
+from terrazzo import collector, rules
 from terrazzo.collector import paused, remembered
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import GPUS
@@ -149,3 +153,13 @@ def test_each_of_many_kernels_is_written_and_checked_once() -> None:
     for fn in (emit, lambda kernel: report(kernel, GPUS["sm_90a"])):
         first = [fn(kernel) for kernel in kernels]
         assert all(fn(kernel) is before for kernel, before in zip(kernels, first, strict=True))
+
+
+def test_what_is_found_of_a_kernel_is_remembered_however_many_there_are() -> None:
+    """Every pass asks the same of all kernels of a program: where the last 1024 were kept, none was found again."""
+    kept = {id(found) for found in collector._remembered}
+    for info in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
+        for name, found in vars(importlib.import_module(info.name)).items():
+            if isinstance(found, functools._lru_cache_wrapper) and id(found) not in kept:
+                first = next(iter(inspect.signature(found).parameters.values()))
+                assert first.annotation not in ("l.Kernel", "Product", "Contraction", "Form", "Moved"), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from terrazzo.collector import remembered
@@ -200,7 +200,7 @@ def _product(kernel: l.Kernel) -> Product | str:
     return best
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def reduced_product(kernel: l.Kernel) -> Product | None:
     """A kernel as a product whose results are reduced along its columns, and not stored; None where it is none."""
     found = sites(kernel)

@@ -13,9 +13,10 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
 from terrazzo.ir.address import axis_digits, coefficient
@@ -100,7 +101,7 @@ def _tile(p: tile.Program) -> str:
     return _loop(p.loop)
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _misfit(schedule: Schedule, kernel: l.Kernel) -> str:
     """Why a schedule does not fit a kernel; "" if it does. It is asked after several passes, of many that are alike."""
     try:

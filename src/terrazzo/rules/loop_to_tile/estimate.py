@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import nested_contraction
@@ -118,7 +119,7 @@ def least(kernel: l.Kernel, gpu: Gpu) -> float:
     return _busy(kernel, gpu, gpu.roof[2])
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _busy(kernel: l.Kernel, gpu: Gpu, rate: float) -> float:
     """What memory takes for what a kernel moves, or what a product takes at a rate of operations."""
     moved = sum(count * b.type.dtype.size for b, count in work(kernel)[1].items())
@@ -164,7 +165,7 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
     return sum(_expected(placeless(s), gpu) for s in steps if isinstance(s, l.Kernel))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
     found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
     if found is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.contraction import Contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -76,7 +76,7 @@ def framed(draft: Draft, product: Product) -> Framed | None:
     return weight(draft.products[product.sites[0]])
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def weight(c: Contraction) -> Framed | None:
     """The weight among a contraction's factors."""
     for factor in c.factors:
@@ -97,7 +97,7 @@ def weight(c: Contraction) -> Framed | None:
     return None
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def computed(c: Contraction) -> tuple[Node, ...]:
     """The factor of a contraction that is made of reductions, as the product takes it: one term, or its parts, of which
     each is made of what those before leave. Nothing where no factor is, or both are.

@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient, evaluate, mentions
 from terrazzo.ir.contraction import Contraction
 from terrazzo.ir.dialects import loop as l
@@ -194,7 +194,7 @@ def _blocked(draft: Draft, product: Product, blocks: Blocks) -> bool:
     return not any(sizes)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def hidden(c: Contraction, blocked: bool = True) -> Mask | None:
     """What hides parts of a contraction's computed factor: of its scores, where it is weighted by them; of itself,
     before it is rounded, where it is in no frame.

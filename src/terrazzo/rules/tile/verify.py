@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
+from terrazzo.collector import remembered
 from terrazzo.errors import TerrazzoError, UserError, about
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
@@ -56,7 +56,7 @@ THREADS = 1024
 """As many as a block may have."""
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def verify(kernel: l.Kernel, schedule: Schedule, plan: Plan, gpu: Gpu) -> None:
     """UserError, with the line that is wrong, unless a kernel can be written from the plan."""
     draft = Draft(kernel, schedule, gpu)

@@ -5,9 +5,9 @@ of parts.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.contraction import Contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
@@ -24,7 +24,7 @@ from terrazzo.rules.loop_to_tile.walked.threads import step
 from terrazzo.rules.moves import meeting
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def multiplied(
     kernel: l.Kernel,
     products: tuple[Contraction, ...],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain as chain_of
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
@@ -84,7 +85,7 @@ def _on_warpgroups(c: Chain, gpu: Gpu) -> Iterator[Way | str]:
         yield _planned(c.kernel, partial(on_warpgroups, c, gpu, way), gpu)
 
 
-@lru_cache(maxsize=512)
+@remembered
 def fastest(kernel: l.Kernel, gpu: Gpu) -> float | None:
     """Nanoseconds of a chain in the best of the ways on warpgroups, by the model, in which processors may be idle; None
     where there is none.
@@ -100,7 +101,7 @@ def _on_groups(kernel: l.Kernel, gpu: Gpu) -> Iterator[float]:
     yield from (x[0] for x in _priced(found, gpu) if not isinstance(x, str))
 
 
-@lru_cache(maxsize=512)
+@remembered
 def _no_groups(kernel: l.Kernel, gpu: Gpu) -> bool:
     """Whether a chain has no way on warpgroups."""
     return next(_on_groups(kernel, gpu), None) is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.ir.contraction import contraction, nested_contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
@@ -16,7 +16,7 @@ from terrazzo.ir.node import Node, substitute, topological, transform, transform
 from terrazzo.ir.types import Type
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def products_apart(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """A kernel of several products as one for each. Results that have no product in common are kernels of their own; of
     several products for the same results the last does all the rest, and what is rounded at once is stored so.

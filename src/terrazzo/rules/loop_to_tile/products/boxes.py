@@ -9,9 +9,9 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw import tma
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import missing
@@ -119,7 +119,7 @@ class Moved:
         return max(16, min(longest_step(self.whole), 1 << (extent - 1).bit_length()))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     """A kernel as such a sum, or why it is none (nothing, where it is not worth telling)."""
     p = product(kernel)
@@ -162,7 +162,7 @@ def _along(x: l.Load | l.Store, axis: Any) -> bool:
     return coefficient(flatten(x.index, x.buffer.type.element_strides), axis) == 1
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _is_box(store: l.Store, sides: tuple[tuple[Any, int], ...]) -> bool:
     found = access.box(store, dict(sides))
     return not isinstance(found, str) and not tma.problem(found.place.tensor, found.sides, 0)
@@ -195,7 +195,7 @@ class Plan:
         return f"boxes of {box} by {self.tile.n} on {self.instruction.name}: {self.time / 1000:.1f} us by the model"
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def plans(x: Moved, gpu: Gpu) -> tuple[Plan, ...]:
     """The best plans, best first; none where the machine has no instruction for it."""
     found = []
@@ -331,7 +331,7 @@ def _in_sectors(size: int, steps: tuple[int, ...]) -> bool:
     return all(abs(c) * size % SECTOR == 0 for c in steps if abs(c) * size >= SECTOR)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _stored(x: Moved) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Of each store: the bytes of an element, how many there are, and how many lie between those of successive rows."""
     found = []

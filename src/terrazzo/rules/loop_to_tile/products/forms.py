@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr
@@ -29,7 +29,7 @@ class Form:
         return Form(kernel, (*self.rewrites, (rewrite, self.kernel, (kernel,))))
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def merged(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form:
     """Axes that the same factors know as one; and those of steps, where instructions of warpgroups take that."""
     form = Form(kernel).then("merge_product_axes", merge_product_axes(kernel, p.sites))
@@ -49,7 +49,7 @@ def columns_merged(kernel: l.Kernel, p: Product) -> l.Kernel:
     return kernel
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def apart(form: Form) -> Form:
     """An axis for every digit, but one for those along which all that is read and stored runs as if it were one: pixels
     of an image whose channels come first.

@@ -5,7 +5,6 @@ whichever is faster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from terrazzo.collector import remembered
@@ -110,7 +109,7 @@ def _turned(p: Product, t: Tile) -> bool:
     return (size == WORD or (t.n >= TURNED and t.each == 1)) and _leave_turned(p, t.rows, t.columns, t.width(size))
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _leave_turned(p: Product, rows: Any, columns: Any, width: int) -> bool:
     """Whether results run along the tile's rows, in boxes of a warpgroup's."""
     known = all(along(s, rows) and not along(s, columns) for s in p.kernel.stores)

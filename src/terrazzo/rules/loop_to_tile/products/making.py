@@ -4,7 +4,6 @@ that is done, and what it costs.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from terrazzo.collector import remembered
@@ -77,7 +76,7 @@ def not_converted(p: Product, step: int) -> str:
     return ""
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def making(p: Product) -> float:
     """Instructions in which a thread makes one element of what a factor is made of: all its parts, or one number."""
     if promotes(p):

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient, evaluate, flatten, mentions
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Loaded, Mod, Var, at_least, at_most, terms_of
@@ -26,7 +26,7 @@ LEAST = 16
 """Steps that an instruction takes together: an axis of fewer is worth no boxes, however it lies in memory."""
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are not contiguous along the longest axis that both are summed
     over, or of which rows along it do not all begin at multiples of 16 bytes, as those of a slice of channels, and
@@ -276,7 +276,7 @@ def copied_along(kernel: l.Kernel, axis: Any, small: int = SMALL) -> tuple[l.Ker
     return reading(kernel, copies.values(), taken)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def channels_beside(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are contiguous along no axis of their own, with their longest one
     contiguous, and of those whose rows begin elsewhere than at multiples of 16 bytes; and `kernel`, which reads these.

@@ -5,10 +5,10 @@ they are many times what the image is, and finding a place takes divisions.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
@@ -37,7 +37,7 @@ WAVES = 2
 """How many times as many threads there are as the processors have room for, where a thread goes from row to row."""
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def even_products(kernel: l.Kernel) -> l.Kernel:
     """A product of what is loaded with its sum over one axis, as `flat_products`, in the order in which the image lies
     in memory; it goes on to a multiple of 16 bytes where it ends between two: with zeros, of which nothing is read.

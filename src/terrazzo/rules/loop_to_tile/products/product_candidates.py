@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.schedule import Schedule
@@ -89,7 +90,7 @@ class Shares:
         return self.time, self.kernels[0], partial(warpgroups.schedule, self.product, self.plan, gpu)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[Shares, ...]:
     """The ways to run a product so, best first; none where blocks are not few, or may share the last axis."""
     found: list[Shares] = []
@@ -195,7 +196,7 @@ def _planned(p: Product, plan: tiles.Plan, gpu: Gpu, pinned: Mapping[str, Schedu
         yield from in_pieces(p.kernel, [c.reduce for c in p.sites], plan.pieces, gpu, pinned, plan.unit)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def best(kernel: l.Kernel, gpu: Gpu) -> float:
     """By the model, the nanoseconds of the best tile of a product that can be derived."""
     if (p := product(kernel)) is None:

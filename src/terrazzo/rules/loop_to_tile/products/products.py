@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw import mma_sync
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import matrix
@@ -300,7 +300,7 @@ def _computing(p: Product, gpu: Gpu) -> float:
     return results(p).operations * results(p).points / (gpu.fma / 2)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def gathered(p: Product) -> bool:
     """Whether an operand is read where division says."""
     places = [flatten(x.index, x.buffer.type.element_strides) for o in p.operands for x in loads(o)]
@@ -331,7 +331,7 @@ def _scattered(t: Tile, p: Product, gpu: Gpu) -> float:
     return found / gpu.cache
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _run(s: l.Store, axis: Any) -> int | None:
     """How many elements along an axis are stored as vectors; None where memory does not run along it."""
     return vector_of([s], axis) if step(s, axis) == 1 else None

@@ -5,8 +5,8 @@ memory, or lie in rows that begin anywhere. What was fused is undone so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.sites import Product, product
@@ -49,7 +49,7 @@ class Stored:
         return [x for x in warpgroups.plans(self.product, gpu) if x.pieces == 1]
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def stored(merged: l.Kernel, gpu: Gpu) -> tuple[Stored, ...]:
     """A product that runs on instructions of warpgroups only after its operands were stored, or that makes one on its
     way otherwise: as it is, or with digits of its axes apart; and with one axis of steps, where a filter's taps are

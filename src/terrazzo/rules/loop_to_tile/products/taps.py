@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, mentions
 from terrazzo.ir.dialects import loop as l
@@ -47,7 +48,7 @@ class Taps:
     longest: int
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def found(kernel: l.Kernel) -> Taps | None:
     """A kernel as such a sum; None where it is none, or has more taps than points."""
     p = product(kernel)
@@ -209,7 +210,7 @@ def meeting(p: Product, gpu: Gpu) -> float:
     return has.part + has.states * results(p).points * 4 / gpu.cache if has is not None else math.inf
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def ways(kernel: l.Kernel, gpu: Gpu) -> tuple[Way, ...]:
     """The ways to run such a sum on instructions of warpgroups, best first; none where it is none."""
     turned = channels_beside(kernel)

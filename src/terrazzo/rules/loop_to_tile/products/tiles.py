@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.hw.products import matrix, warps
 from terrazzo.ir.dialects import loop as l
@@ -28,7 +28,7 @@ def plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     return _plans(p.nameless, gpu)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _plans(p: Product, gpu: Gpu) -> tuple[Plan, ...]:
     found = products.plans(p, gpu)
     others = products.instruction_for(p, gpu)[0] and gpu.warpgroups  # elsewhere rates are those of data sheets

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import derived
@@ -250,7 +251,7 @@ def sharing(p: Product, tile: Tile, tiles: int, gpu: Gpu) -> Iterator[Tile]:
             yield replace(tile, share=share)
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def _runs_along(p: Product, rows: Any, columns: Any) -> tuple[int, ...]:
     """Along which of the axes of a tile memory of its sources runs: rows, columns or steps."""
     return tuple({0 if along(x, rows) else 1 if along(x, columns) else 2 for x in p.sources})

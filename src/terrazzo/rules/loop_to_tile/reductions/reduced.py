@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.nest import accumulators
@@ -61,7 +61,7 @@ def plans(kernel: l.Kernel, gpu: Gpu) -> tuple[warpgroups.Plan, ...]:
     return _plans(p, gpu) if p is not None and gpu.warpgroups is not None else ()
 
 
-@lru_cache(maxsize=256)
+@remembered
 def _plans(p: Product, gpu: Gpu) -> tuple[warpgroups.Plan, ...]:
     if promotes(p) or converted(p):
         return ()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from terrazzo.collector import remembered
 from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Loaded, Var
@@ -28,19 +28,19 @@ far from each other as they can be.
 """
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def offset_of(x: Any) -> IntExpr:
     """Where an access lies in its buffer."""
     return flatten(x.index, x.buffer.type.element_strides)
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def stride_of(x: Any, axis: Any) -> IntExpr | None:
     """How far from each other in its buffer the elements along an axis lie; None where that differs."""
     return coefficient(offset_of(x), axis)
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def at_once(x: Any, axis: Any, size: int) -> bool:
     """Whether an access is one of all points of a thread, which begin at a multiple of their number."""
     part, point = Var("$part", max(axis.extent // size, 1)), Var("$point", size)
@@ -48,7 +48,7 @@ def at_once(x: Any, axis: Any, size: int) -> bool:
     return wide(substitute(found, {axis: part * size + point}), point, size)
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def lines_of(x: Any, lanes: tuple[tuple[Any, int, int], ...], width: int) -> int:
     """Lines of the cache that a warp asks for at once, for so many elements each."""
     lane = np.arange(WARP)

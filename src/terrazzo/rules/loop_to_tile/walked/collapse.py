@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -233,7 +233,7 @@ def number_of(digits: Sequence[Any]) -> Any:
     return found
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def flat_reductions(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with every reduction over one axis, so that threads and pieces divide all of it. The contractions of a
     product stay as they are, and so do short ones and windows, whose places would be found by dividing.
@@ -337,7 +337,7 @@ def _in_place(r: l.Reduce) -> bool:
     return results > 1 and summed <= results
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def flat_products(kernel: l.Kernel) -> l.Kernel:
     """`kernel` with every sum of products over one axis: the channels and taps of a window are so many steps.
 

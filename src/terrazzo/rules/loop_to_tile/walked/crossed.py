@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import topological
@@ -60,7 +60,7 @@ def points(kernel: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule, str, str]:
     return one, pointwise(one, gpu), "every thread computes points of its own", "collapse"
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def copying(kernel: l.Kernel, gpu: Gpu) -> float:
     """Nanoseconds of a kernel that stores what another one reads, in memory that lies otherwise."""
     form, schedule, *_ = points(kernel, gpu)

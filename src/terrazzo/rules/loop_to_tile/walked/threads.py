@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
@@ -96,7 +96,7 @@ def _touched(kernel: l.Kernel, axis: Any, gpu: Gpu) -> float:
     return found
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _sectors(x: l.Load, axis: Any, points: int) -> int:
     """Of how many sectors so many points of an axis are, from its first one on; each has its own where data says where
     they are.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.address import evaluate
 from terrazzo.ir.dialects import loop as l
@@ -35,7 +35,7 @@ BLOCK = 0.6
 """
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def touched(kernel: l.Kernel, schedule: Schedule, gpu: Gpu) -> float:
     """Nanoseconds of a kernel without reductions whose threads compute points as the schedule says: for what memory
     moves, what the cache brings in sectors, or the instructions that find places; and the launch.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
+from terrazzo.collector import remembered
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir import nest as n
 from terrazzo.ir.contraction import contraction
@@ -93,7 +93,7 @@ class Window:
         return f"{self.told}: {self.time / 1e3:.1f} us by the model"
 
 
-@lru_cache(maxsize=1024)
+@remembered
 def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
     """The best way to compute windows; None for a kernel that has none."""
     if (form := form_of(kernel)) is None:
