@@ -137,3 +137,19 @@ def test_a_border_is_asked_of_once_for_all_channels(tmp_path: Path) -> None:
     (expected,) = torch.autograd.grad(fn(x).square().sum(), x)
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("columns", [500, 1000])
+def test_scans_of_what_is_there_by_a_condition_are_read_behind_their_step(columns: int, tmp_path: Path) -> None:
+    """The gradient of a product is one of scans of columns, moved by a row: a guard that is the same for all lanes."""
+    torch.manual_seed(0)
+    x, c = 1 + torch.randn(64, columns) / 100, torch.randn(columns)
+
+    def fn(x: Any, c: Any) -> Any:
+        one = torch.ones_like(x[:1])
+        moved = torch.cat([one, x[:-1]]).cumprod(0), torch.cat([one, x.flip(0)[:-1]]).cumsum(0).flip(0)
+        return *moved, c * moved[0] * moved[1]
+
+    options = {"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER}
+    ours = terrazzo.compile(fn, x, c, options=options)(x, c)
+    assert accuracy(list(ours), list(fn(x, c)), list(fn(x.double(), c.double()))).problem == ""

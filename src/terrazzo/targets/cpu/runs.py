@@ -106,17 +106,21 @@ def where_asked(body: Sequence[n.Statement], inside: bool, named: Mapping[Node, 
         return folding(x)
 
     made: list[n.Statement] = []
-    roots: list[Node] = []
-    for s in body:
+    known = dict(named)
+    for s in body:  # in their order: what a scan comes to is read behind its accumulation
         match s:
             case n.Accumulate():
-                args = tuple(transform(x, visit, memo) for x in s.args)
-                made.append(n.Accumulate(s.into, args))
-                roots += args
+                roots = args = tuple(transform(x, visit, memo) for x in s.args)
+                then: n.Statement = n.Accumulate(s.into, args)
             case l.Store():
-                made.append(store := l.Store(s.buffer, s.index, transform(s.value, visit, memo)))
-                roots += store.children
-    return [*map(n.Let, computed_for(roots, named)), *made]
+                then = l.Store(s.buffer, s.index, transform(s.value, visit, memo))
+                roots = then.children
+            case _:
+                continue
+        lets = computed_for(roots, known)
+        known.update(dict.fromkeys(lets, ""))
+        made += [*map(n.Let, lets), then]
+    return made
 
 
 def written(
