@@ -12,12 +12,16 @@ from tests.run.cpu import COMPILER
 
 import terrazzo
 from terrazzo.bench.harness import accuracy
+from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Var
 from terrazzo.ir.monoid import monoid
+from terrazzo.ir.node import topological
 from terrazzo.ir.types import Type, f32
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
 from terrazzo.targets.cpu.emit import emit
-from terrazzo.targets.cpu.merged import as_stored
+from terrazzo.targets.cpu.merged import as_stored, summed_as_stored
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -137,6 +141,17 @@ def test_a_border_is_asked_of_once_for_all_channels(tmp_path: Path) -> None:
     (expected,) = torch.autograd.grad(fn(x).square().sum(), x)
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("side", [14, 28])
+def test_short_rows_of_an_image_are_summed_as_one_run(side: int) -> None:
+    """Rows shorter than vectors lie one behind the other: a group of channels is one run of memory."""
+    norm = torch.nn.GroupNorm(32, 96)
+    (kernel,) = lowering(capture(norm, [torch.empty(4, 96, side, side)]).program, Options(target="cpu")).loop.steps
+    assert isinstance(kernel, l.Kernel)
+    reduces = [x for x in topological(summed_as_stored(kernel).stores) if isinstance(x, l.Reduce)]
+    assert [[a.extent for a in x.axes] for x in reduces] == [[3, side, side]] * 2
+    assert f" < {3 * side * side}; " in emit(kernel)[1] or f"<= {3 * side * side}; " in emit(kernel)[1]
 
 
 @pytest.mark.parametrize("columns", [500, 1000])

@@ -120,9 +120,12 @@ def _summed_as_stored(node: Any) -> Any:
     if len(far) < len(every):
         return node
     ordered = sorted(every, key=lambda d: -abs(far[d]))
-    last = ordered[-1]
-    if abs(far[last]) == 1 and isinstance(last.extent, int) and last.extent < RUN:
-        ordered = [last, *ordered[:-1]]
+    run, first = 1, len(ordered)  # elements of a run along the axes from the first on
+    while first and abs(far[ordered[first - 1]]) == run:
+        first -= 1
+        run *= int(ordered[first].extent)  # type: ignore[arg-type]
+    if run < RUN:
+        ordered = [*ordered[first:], *ordered[:first]]
     return l.Reduce.make(node.monoid, tuple(ordered), tuple(inner))
 
 
