@@ -545,6 +545,26 @@ def test_products_in_bfloat16_are_called_where_a_processor_multiplies_such(
     assert calls(fn, *short, target="cpu", libraries="never") == []
 
 
+@pytest.mark.parametrize(
+    ("fn", "shapes", "called"),
+    [
+        (torch.nn.functional.linear, [(128, 512), (1024, 512), (1024,)], ["addmm"]),
+        (torch.nn.functional.linear, [(64, 1024), (1024, 1024), (1024,)], []),
+        (torch.matmul, [(256, 256), (256, 256)], []),
+        (lambda x, y: x.mT @ y, [(2048, 64), (2048, 512)], ["mm"]),
+        (torch.matmul, [(32, 128, 128), (32, 128, 128)], ["bmm"]),
+        (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [(8, 512, 64)] * 3, []),
+        (lambda q, k, v: ((q @ k.mT).softmax(-1), (q @ k.mT).softmax(-1) @ v), [(8, 512, 64)] * 3, ["bmm", "bmm"]),
+        (lambda x, w, v: (x @ w).relu() @ v, [(256, 512), (512, 1024), (1024, 512)], ["mm", "mm"]),
+    ],
+)
+def test_large_products_in_float32_are_called_on_a_processor(fn: Any, shapes: Any, called: list[str]) -> None:
+    """But those of scores that nobody else reads are one kernel, which keeps these."""
+    given = [meta(*shape, dtype=torch.float32) for shape in shapes]
+    assert calls(fn, *given, target="cpu") == [f"aten.{name}.default" for name in called]
+    assert calls(fn, *given, target="cpu", libraries="never") == []
+
+
 def test_depthwise_convolutions_are_called_where_channels_are_last(multiplies: Any, cache: Path) -> None:
     """Ours have vectors along rows of an image, and those of a library along channels."""
     torch.manual_seed(0)

@@ -27,34 +27,34 @@ LIBRARY, OURS = "the library", "ours"
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
     where there are none), or " at most" so long, if that is less than what is enough. Of an op in float32 is asked
-    whether libraries compute it in `tf32`. On a processor, which is no `gpu`, nothing is priced: what
-    `on_a_processor` says is called.
+    whether libraries compute it in `tf32`. On a processor, which is no `gpu`, nothing is priced: of a program that is
+    called which `on_a_processor` gives.
     """
 
     gpu: Gpu | None
     ours: Callable[[Aten, float], tuple[float, str]]
     tf32: Callable[[Aten], bool] = lambda op: False
-    on_a_processor: Callable[[Aten, Callable[[Node], Type]], bool] = lambda op, laid_out: False
+    on_a_processor: Callable[[Program, Callable[[Node], Type]], list[Aten]] = lambda program, laid_out: []
     layouts: dict[Node, Any] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
         """The ops of a program of Torch IR that are called; why, and why others are not, is in the log."""
+        if self.gpu is None:
+            theirs = self.on_a_processor(program, self.laid_out)
+            for node in theirs:
+                why = f"{node.name}: {LIBRARY}'s is faster on a processor"
+                log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
+            return {*theirs}
         nodes = [n for n in topological(program.results) if isinstance(n, Aten)]
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
         found: set[Node] = set()
         for node in nodes:
-            if self.gpu is None:
-                if is_called(node) and self.on_a_processor(node, self.laid_out):
-                    why = f"{node.name}: {LIBRARY}'s is faster on a processor"
-                    log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
-                    found.add(node)
-                continue
             if (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
-            ours, theirs = choice.cost[OURS], choice.cost[LIBRARY]
-            better = slower(ours, theirs)
+            ours, their = choice.cost[OURS], choice.cost[LIBRARY]
+            better = slower(ours, their)
             mine = f"{OURS} {ours / 1e3:.1f} us {choice.options[OURS]}"
-            told = f"{choice.subject}: {mine}, {LIBRARY}'s {theirs / 1e3:.1f} us"
+            told = f"{choice.subject}: {mine}, {LIBRARY}'s {their / 1e3:.1f} us"
             log.add(Event(PASS, "library", program.names.get(node, node.name), better, told))
             if better:
                 found.add(node)
@@ -347,7 +347,7 @@ def is_depthwise(args: Sequence[Any]) -> bool:
 
 
 def _kind(op: Any) -> str:
-    return next((str(x.type.dtype.name) for x in _tensors(op.args)), "")
+    return next((str(x.type.dtype.name) for x in tensors_in(op.args)), "")
 
 
 def first_result(op: Any) -> Type:
@@ -364,14 +364,14 @@ def _results(op: Any) -> list[Type]:
 
 def _read(op: Any) -> list[Any]:
     """The tensors that are read: for an image's gradient not the image, for that of weights not the weights."""
-    found = _tensors(op.args)
+    found = tensors_in(op.args)
     if op.name == BACKWARD:
         of_image, of_weights, _ = op.args[-1]
         found = [found[0], *found[1 : 1 + of_weights], *found[2 : 2 + of_image]]
     return found
 
 
-def _tensors(args: Sequence[Any]) -> list[Any]:
+def tensors_in(args: Sequence[Any]) -> list[Any]:
     """The tensors among arguments, in lists of them too."""
     found = [x for a in args for x in (a if isinstance(a, tuple | list) else (a,))]
     return [x for x in found if isinstance(getattr(x, "type", None), Type)]
@@ -383,7 +383,7 @@ def _tiles(extent: int, tile: int) -> int:
 
 def _product(args: Sequence[Any], out: Type, tile: int) -> float:
     """Of x @ y, the last two tensors."""
-    x, y = (a.type.static_shape for a in _tensors(args)[-2:])
+    x, y = (a.type.static_shape for a in tensors_in(args)[-2:])
     *batch, m, k = x
     n = y[-1]
     return float(2 * math.prod(batch) * _tiles(m, tile) * _tiles(n, tile) * k)
