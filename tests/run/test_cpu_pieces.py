@@ -141,3 +141,18 @@ def test_images_shrink_along_one_dimension_after_the_other(mode: str, tmp_path: 
     text = kernels(shrunk, tmp_path, torch.randn(2, 3, 33, 50))
     assert text.count('extern "C" int k_') >= 3 and "tz_at(" not in text
     assert text.count("free, side by side") >= 2
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("antialias", [False, True])
+def test_images_of_whole_numbers_are_interpolated_by_pytorch(mode: str, antialias: bool, tmp_path: Path) -> None:
+    """Its weights are whole numbers then; ours would divide what has no fractions."""
+    torch.manual_seed(0)
+    x = torch.randint(0, 255, (1, 3, 40, 40), dtype=torch.uint8)
+
+    def fn(x: Any) -> Any:
+        return torch.nn.functional.interpolate(x, size=(24, 30), mode=mode, antialias=antialias).float() / 255
+
+    compiled = terrazzo.compile(fn, x, options={"target": "cpu", "cache_dir": tmp_path, "compiler": COMPILER})
+    torch.testing.assert_close(compiled(x), fn(x), rtol=0, atol=1e-6)
+    assert any("upsample" in f.op for f in compiled.compiled.fallbacks)

@@ -16,7 +16,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr, floordiv
 from terrazzo.ir.types import DType, Type, i32, i64
-from terrazzo.rewrite.rule import Rule
+from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.pointwise import c
 
@@ -183,11 +183,15 @@ def places_of(n: int, m: int, align: bool, scale: float | None) -> Places:
     return Places(step, (step - 1) / 2)
 
 
+WHOLE = "PyTorch interpolates whole numbers by weights that are whole numbers"
+
+
 def _interpolated(count: int, kernel: Kernel, extend: bool) -> Callable[..., Any]:
     """Interpolation by a kernel of `count` taps; places before the first element are moved to it unless `extend`."""
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
         out = result(node)
+        need(out.dtype.is_float, WHOLE)
         dtype, along = out.dtype.compute, []
         for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
             n = x.type.shape[2 + d]
@@ -212,6 +216,7 @@ def _antialiased(radius: int, kernel: Kernel) -> Callable[..., Any]:
 
     def lower(node: Aten, x: Any, size: Sequence[int], align: bool, *scales: float | None) -> Any:
         out = result(node)
+        need(out.dtype.is_float, WHOLE)
         dtype, along = out.dtype.compute, []
         for d, (m, scale) in enumerate(zip(size, scales or (None,) * len(size), strict=True)):
             n = x.type.shape[2 + d]
