@@ -492,6 +492,9 @@ def test_other_tensors_one_beside_the_other_are_lowered_to_know_their_price() ->
         (lambda: torch.nn.ConvTranspose2d(4, 4, 2, 2), (1, 4, 8, 8), False),
         (lambda: torch.nn.Conv2d(32, 32, 3, 2, 1), (2, 32, 28, 28), True),
         (lambda: torch.nn.Conv2d(16, 32, 3, 2, 1), (2, 16, 28, 28), False),
+        (lambda: torch.nn.Conv2d(64, 64, 5, padding=2, groups=64), (1, 64, 28, 28), True),
+        (lambda: torch.nn.Conv2d(64, 64, 3, padding=1, groups=64), (2, 64, 56, 56), False),
+        (lambda: torch.nn.Conv1d(64, 64, 31, padding=15, groups=64), (4, 64, 400), False),
     ],
 )
 def test_some_convolutions_are_called_on_a_processor(made: Any, shape: Any, called: bool, cache: Path) -> None:
@@ -563,6 +566,32 @@ def test_large_products_in_float32_are_called_on_a_processor(fn: Any, shapes: An
     given = [meta(*shape, dtype=torch.float32) for shape in shapes]
     assert calls(fn, *given, target="cpu") == [f"aten.{name}.default" for name in called]
     assert calls(fn, *given, target="cpu", libraries="never") == []
+
+
+@pytest.mark.parametrize(("side", "called"), [(6, True), (7, False)])
+def test_largest_elements_of_windows_that_differ_are_called_on_a_processor(side: int, called: bool) -> None:
+    x = meta(4, 64, 28, 28, dtype=torch.float32)
+    found = calls(lambda x: F.adaptive_max_pool2d(x, side), x, target="cpu")
+    assert found == ["aten.adaptive_max_pool2d.default"] * called
+
+
+@pytest.mark.parametrize("way", ["bilinear", "bicubic"])
+def test_images_in_bfloat16_are_resampled_by_a_call_on_a_processor(way: str, cache: Path) -> None:
+    """In float32 ours are as fast, but for gradients of cubic weights, which are sums of 16 windows that differ."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 30, 30)
+    for kind, called in ((BF16, True), (torch.float32, False)):
+        found = calls(lambda x: F.interpolate(x, scale_factor=2.0, mode=way), x.to(kind), target="cpu")
+        assert found == [f"aten.upsample_{way}2d.default"] * called
+    grad = torch.randn(2, 16, 60, 60)
+    back = getattr(torch.ops.aten, f"upsample_{way}2d_backward").default
+
+    def gradient(grad: Any) -> Any:
+        return back(grad, [60, 60], [2, 16, 30, 30], False, 2.0, 2.0)
+
+    compiled = terrazzo.compile(gradient, grad, options={"cache_dir": cache})
+    torch.testing.assert_close(compiled(grad), gradient(grad), rtol=1e-4, atol=1e-5)
+    assert len(compiled.compiled.fallbacks) == (way == "bicubic")
 
 
 def test_depthwise_convolutions_are_called_where_channels_are_last(multiplies: Any, cache: Path) -> None:

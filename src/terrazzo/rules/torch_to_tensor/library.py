@@ -422,6 +422,11 @@ def _passes(args: Sequence[Any], out: Type, tile: int) -> float:
     return float(math.prod(out.static_shape))
 
 
+def _given(args: Sequence[Any], out: Type, tile: int) -> float:
+    """An operation for every element that is given."""
+    return float(math.prod(args[0].type.static_shape))
+
+
 def _rows(args: Sequence[Any], out: Type, tile: int) -> float:
     """Elements of rows that are scanned: a block of PyTorch's kernel has some, and so many of them fill the machine."""
     return float(max(math.prod(out.static_shape), ROWS * out.static_shape[args[1]]))
@@ -457,8 +462,8 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
 ON_A_PROCESSOR = (
-    ("product", "bf16"), *((family, kind) for family in ("sampling", "attention") for kind in ("f32", "bf16")),
-    ("attention", "f16"), ("attention", "f64"),
+    ("product", "bf16"), ("attention", "f16"), ("attention", "f64"),
+    *((family, kind) for family in ("sampling", "resampling", "maximum", "attention") for kind in ("f32", "bf16")),
 )  # fmt: skip
 """Families that are called on processors only, with their types."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
@@ -481,6 +486,12 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),
     "aten.grid_sampler_2d.default": ("sampling", _passes),
+    **{
+        f"aten.upsample_{way}{back}.default": ("resampling", _passes)
+        for way in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
+        for back in ("", "_backward")
+    },
+    "aten.adaptive_max_pool2d.default": ("maximum", _given),
     "aten.masked_scatter.default": ("masked scatter", _passes),
     **dict.fromkeys((f"{ATTENTION}.default", f"{ATTENTION}_backward.default"), ("attention", _passes)),
     **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
