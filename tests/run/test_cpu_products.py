@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.run.cpu import MARCHES
 
 import terrazzo
 from terrazzo.ir.dialects import loop as l
@@ -53,3 +54,43 @@ def test_tiles_lie_along_what_is_stored(tmp_path: Path) -> None:
     """
     text = text_of(lambda x, w: torch.exp(x @ w), tmp_path, (256, 128), (128, 1024))
     assert "tz_pack_rows<" in text and "column" not in text
+
+
+def test_pixels_of_an_image_are_one_axis_of_columns(tmp_path: Path) -> None:
+    """A row of 28 would leave lanes of a panel empty; and what is known of a channel is computed once for a tile."""
+
+    def fn(x: Any, w: Any, scale: Any) -> Any:
+        return torch.nn.functional.conv2d(x, w) / (scale.abs() + 1).sqrt()[:, None, None]
+
+    text = text_of(fn, tmp_path, (2, 40, 28, 28), (160, 40, 1, 1), (160,))
+    assert "g0 < 784" in text and "784 - (n0 + j0)" in text
+    assert text.index("sqrt") < text.index("for (int64_t j = j0")
+
+
+def test_what_is_multiplied_for_all_pixels_is_computed_once(tmp_path: Path) -> None:
+    """The scales of channels that are a product themselves: blocks of these would be computed at each pixel."""
+
+    def fn(x: Any, a: Any, w: Any) -> Any:
+        return x * torch.sigmoid(a @ w.t())[:, :, None, None]
+
+    assert "tz_rows<" not in text_of(fn, tmp_path, (2, 160, 28, 28), (2, 10), (160, 10))
+
+
+@pytest.mark.parametrize("compiler", MARCHES)
+def test_narrow_products_take_one_vector_of_a_panel(compiler: str, tmp_path: Path) -> None:
+    """And rows that are turned into a part of a panel are turned in registers, too."""
+    torch.manual_seed(0)
+    pairs = [(torch.randn(3, 40, 33), torch.randn(3, n, 33)) for n in (3, 4, 7, 8, 15, 16, 17, 28)]
+
+    def fn(*given: Any) -> Any:
+        return [x @ y.mT for x, y in zip(given[::2], given[1::2], strict=True)] + [
+            x @ y.mT.contiguous() for x, y in zip(given[::2], given[1::2], strict=True)
+        ]
+
+    given = [x for pair in pairs for x in pair]
+    compiled = terrazzo.compile(fn, *given, options=Options(cache_dir=tmp_path, compiler=compiler, target="cpu"))
+    exact = fn(*(x.double() for x in given))
+    for ours, theirs, true in zip(compiled(*given), fn(*given), exact, strict=True):
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-6
+    texts = [source.partition('extern "C" int k_')[2] for _, source in compiled.compiled.sources]
+    assert all(any(f"tz_rows<f32, {n}>" in text for text in texts) for n in (15, 16))

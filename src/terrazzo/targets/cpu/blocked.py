@@ -23,6 +23,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Loaded
 from terrazzo.ir.node import Node, topological
 from terrazzo.rules.loop_to_tile.walked.collapse import digits_apart
+from terrazzo.targets.cpu.merged import free_merged
 from terrazzo.targets.cpu.phases import phases
 from terrazzo.targets.cpu.runs import digits, written
 from terrazzo.targets.cpu.tiles import (
@@ -66,7 +67,7 @@ STACK = 1 << 17
 
 def emit(kernel: l.Kernel, scope: Scope) -> list[str] | None:
     """The body of the kernel's function, or None where the kernel is not of this form."""
-    kernel = digits_apart(phases(kernel))
+    kernel = free_merged(digits_apart(phases(kernel)))
     found = tiled(kernel)
     if found is None:
         return None
@@ -290,11 +291,11 @@ class Blocked:
             panel = "panel"
             out = self.panel(site, "panel", "k0", "kc", self.scope)
         if steps <= DEPTH * PANELS:
-            out.append(f"tz_rows<{self.type}>({start}, {panel}, kc, tile[{k}] + at, mc, k0 == 0);")
+            out.append(f"tz_rows<{self.type}, {columns}>({start}, {panel}, kc, tile[{k}] + at, mc, k0 == 0);")
         else:
             before = f"(k0 < {PANELS} * K ? 0 : tile[{k}][at + x])"
             out += [
-                f"tz_rows<{self.type}>({start}, {panel}, kc, part + at, mc, k0 % ({PANELS} * K) == 0);",
+                f"tz_rows<{self.type}, {columns}>({start}, {panel}, kc, part + at, mc, k0 % ({PANELS} * K) == 0);",
                 f"if ((k0 / K + 1) % {PANELS} == 0 || k0 + K >= {steps})",
                 f"  for (int64_t x = 0; x < mc * N; x++) tile[{k}][at + x] = {before} + part[at + x];",
             ]
@@ -366,6 +367,7 @@ class Blocked:
         vector = self.vector()
         if self.by_rows():
             head = ["for (int64_t j = 0; j < nc; j++) {", *("  " + x for x in digits("n0 + j", self.columns, inner))]
+            head += ["  " + x for x in self.same(self.rows, inner)]
             inner.names[self.rows[-1]] = inner.fresh("i")
             column = inner.fresh("column")  # a run of its own: GCC has no vectors of steps across it beside 16-bit runs
             copied = [f"{column}[{k}][i] = {inner.names[site.reduce]};" for k, site in enumerate(self.sites)]
@@ -376,6 +378,7 @@ class Blocked:
             loops += [*vector, f"{rows} {{", *("  " + x for x in body), "}"]
             return [*head, *("  " + x for x in loops), "}"]
         head = ["for (int64_t i = 0; i < mc; i++) {", *("  " + x for x in digits("m0 + i", self.rows, inner))]
+        head += ["  " + x for x in self.same(self.columns, inner)]
         within, first, extent, beyond = self.columns_of(inner)
         inner.names[self.columns[-1]] = inner.fresh("i")
         body = [f"const int64_t {inner.names[self.columns[-1]]} = {first} + j - j0;", *self.point(inner)]
@@ -420,13 +423,26 @@ class Blocked:
         along = [(coefficient(o, self.rows[0]), coefficient(o, self.columns[-1])) for o in offsets]
         return all(row == 1 and column != 1 for row, column in along)
 
-    def point(self, scope: Scope) -> list[str]:
-        """The rest of the kernel at one point of the tile."""
+    def same(self, axes: Sequence[Any], scope: Scope) -> list[str]:
+        """What is the same along some axes, before the loop over them: compilers that cannot tell what results may
+        overlap compute it at each step.
+        """
+        return self.computed([x for x in self.lets if x.free.isdisjoint(axes)], scope)
+
+    def computed(self, terms: Sequence[l.Term], scope: Scope) -> list[str]:
+        """Declarations of terms that have no names yet."""
         out = []
-        for x in self.lets:
+        for x in terms:
+            if x in scope.names:
+                continue
             text = expression(x, scope)
             scope.names[x] = scope.fresh("in" if isinstance(x, l.Load) else "v")
             out.append(f"const {c_type(x.dtype)} {scope.names[x]} = {text};")
+        return out
+
+    def point(self, scope: Scope) -> list[str]:
+        """The rest of the kernel at one point of the tile."""
+        out = self.computed(self.lets, scope)
         for s in self.stores:
             place = index(flatten(s.index, s.buffer.type.element_strides), scope)
             out.append(f"{scope.buffers[s.buffer]}[{place}] = {term(s.value, scope)};")

@@ -42,6 +42,11 @@ def merged(kernel: l.Kernel) -> l.Kernel:
     stores = transformed(kernel.stores, _one_run)
     if stores != kernel.stores:
         kernel = l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+    return free_merged(kernel)
+
+
+def free_merged(kernel: l.Kernel) -> l.Kernel:
+    """The same for the axes of a kernel alone, and not for those that it reduces."""
     for axes in _runs(kernel.axes[:-1] if kernel.scans else kernel.axes, kernel.stores):
         kernel = merge_axes(kernel, axes)
     return kernel

@@ -284,36 +284,37 @@ template <class T> struct tz_image {
 template <class T> TZ const T* tz_step(const T* panel, int64_t k) { return panel + k * tz_cols<T>(); }
 template <class T> TZ const T* tz_step(tz_image<T> image, int64_t k) { return image.memory + image.at[k]; }
 
-template <class T, int rows, class B> TZ void tz_tile(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, bool first) {
+template <class T, int wide, int rows, class B> TZ void tz_tile(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, bool first) {
   using V = typename tz_vec<T>::type;
   using M = typename tz_vec<T>::memory;
   constexpr int L = tz_vec<T>::lanes;
-  V acc[rows][2];
-  for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = V{};  // a panel's sum starts at 0: shorter sums round less
+  V acc[rows][wide];
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < wide; j++) acc[i][j] = V{};  // a panel's sum starts at 0: shorter sums round less
   for (int64_t k = 0; k < kc; k++) {
     const T* step = tz_step<T>(b, k);
-    V b0 = *(const M*)step, b1 = *(const M*)(step + L);
+    V of_b[wide];
+    for (int j = 0; j < wide; j++) of_b[j] = *(const M*)(step + j * L);
     for (int i = 0; i < rows; i++) {
       T x = a[i * am + k * ak];
-      acc[i][0] += x * b0;
-      acc[i][1] += x * b1;
+      for (int j = 0; j < wide; j++) acc[i][j] += x * of_b[j];
     }
   }
-  for (int i = 0; i < rows; i++) {
-    M *to = (M*)(c + i * 2 * L), *next = (M*)(c + i * 2 * L + L);
-    *to = first ? acc[i][0] : *to + acc[i][0];
-    *next = first ? acc[i][1] : *next + acc[i][1];
-  }
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < wide; j++) {
+      M* to = (M*)(c + (i * 2 + j) * L);
+      *to = first ? acc[i][j] : *to + acc[i][j];
+    }
 }
-// c[m][TZ_N] (+)= a[m, k] * b[k][TZ_N] for m rows.
-template <class T, class B> static inline void tz_rows(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, int64_t m, bool first) {
-  constexpr int N = tz_cols<T>();
+// c[m][TZ_N] (+)= a[m, k] * b[k][TZ_N] for m rows, of which the first vector suffices where there are no more `columns`.
+template <class T, int64_t columns, class B> static inline void tz_rows(const T* a, int64_t am, int64_t ak, B b, int64_t kc, T* c, int64_t m, bool first) {
+  constexpr int N = tz_cols<T>(), wide = columns <= tz_vec<T>::lanes ? 1 : 2;
   int64_t i = 0;
-  for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, TZ_ROWS>(a + i * am, am, ak, b, kc, c + i * N, first);
-  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, 8>(a + i * am, am, ak, b, kc, c + i * N, first);
-  for (; i + 4 <= m; i += 4) tz_tile<T, 4>(a + i * am, am, ak, b, kc, c + i * N, first);
-  for (; i + 2 <= m; i += 2) tz_tile<T, 2>(a + i * am, am, ak, b, kc, c + i * N, first);
-  for (; i < m; i++) tz_tile<T, 1>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i + TZ_ROWS <= m; i += TZ_ROWS) tz_tile<T, wide, TZ_ROWS>(a + i * am, am, ak, b, kc, c + i * N, first);
+  if constexpr (TZ_ROWS > 8) for (; i + 8 <= m; i += 8) tz_tile<T, wide, 8>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i + 4 <= m; i += 4) tz_tile<T, wide, 4>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i + 2 <= m; i += 2) tz_tile<T, wide, 2>(a + i * am, am, ak, b, kc, c + i * N, first);
+  for (; i < m; i++) tz_tile<T, wide, 1>(a + i * am, am, ak, b, kc, c + i * N, first);
 }
 // c[n] (+)= a[k] * image[k][n]: one row, several vectors of it at a time.
 template <class T, int wide> TZ void tz_part(const T* a, int64_t ak, tz_image<T> image, int64_t kc, T* c, bool first) {
@@ -425,18 +426,21 @@ template <class T, class S> static inline void tz_pack_transposed(const S* w, in
   using M = typename tz_vec<T>::memory;
   constexpr int N = tz_cols<T>(), L = tz_vec<T>::lanes;
   int64_t k0 = 0;
-  if (n == N)
-    for (; k0 + L <= kc; k0 += L)
-      for (int j0 = 0; j0 < N; j0 += L) {
-        V square[L];
-        for (int j = 0; j < L; j++) {
-          T row[L];
-          tz_cast_run<L>(w + (j0 + j) * stride + k0, row);
-          square[j] = *(const M*)row;
-        }
-        tz_turn<L / 2>(square);
-        for (int k = 0; k < L; k++) *(M*)(panel + (k0 + k) * N + j0) = square[k];
+  for (; k0 + L <= kc; k0 += L) {
+    int64_t j0 = 0;
+    for (; j0 + L <= n; j0 += L) {
+      V square[L];
+      for (int j = 0; j < L; j++) {
+        T row[L];
+        tz_cast_run<L>(w + (j0 + j) * stride + k0, row);
+        square[j] = *(const M*)row;
       }
+      tz_turn<L / 2>(square);
+      for (int k = 0; k < L; k++) *(M*)(panel + (k0 + k) * N + j0) = square[k];
+    }
+    for (; j0 < N; j0++)
+      for (int k = 0; k < L; k++) panel[(k0 + k) * N + j0] = j0 < n ? tz_cast<T>(w[j0 * stride + k0 + k]) : (T)0;
+  }
   for (; k0 < kc; k0++)
     for (int64_t j = 0; j < N; j++) panel[k0 * N + j] = j < n ? tz_cast<T>(w[j * stride + k0]) : (T)0;
 }

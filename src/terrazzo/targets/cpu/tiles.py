@@ -81,6 +81,8 @@ def tiled(kernel: l.Kernel) -> Tiled | None:
     kind = products[0].reduce.dtype
     if kind.name not in ("f32", "f64") or any(len(p.terms) > 1 or p.reduce.dtype is not kind for p in products):
         return None
+    if kernel.axes and not any(kernel.axes[-1] in p.reduce.free for p in products):  # which are computed once for it
+        return None
     every = (*kernel.axes, *(a for p in products for a in p.reduce.axes))
     if not all(isinstance(a.extent, int) for a in every):
         return None
@@ -102,7 +104,7 @@ def _ways(kernel: l.Kernel, found: Sites, products: Sequence[Contraction]) -> It
             made = tuple(Site(p.reduce, *pair, _steps(p, pair)) for p, pair in zip(products, pairs, strict=True))
             if in_place := _together(made, rows):
                 rows = in_place
-            for some in (columns, columns[-1:]):  # a block of the last ones only is one run
+            for some in (columns[k:] for k in range(len(columns))):  # a block of the last ones may be one run
                 if numel(rows) >= 2 and numel(some) >= 4:
                     yield Tiled(made, tuple(rows), tuple(some))
 
