@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import terrazzo
 from terrazzo.options import Options
 from terrazzo.run.cache import Cache
 from terrazzo.run.compiler import find_compiler
+from terrazzo.targets.cpu.emit import prelude
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -95,6 +98,19 @@ def test_runs_of_float16_are_converted_by_the_processors_instruction(name: str, 
     torch.testing.assert_close(call(x, w), function(x, w), rtol=1e-3, atol=1e-6)
     text = "\n".join(source[source.index('extern "C" int k_') :] for _, source in call.compiled.sources)
     assert text.count("tz_widen_run(") >= loops
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86")
+@pytest.mark.parametrize(("march", "register"), [("skylake-avx512", "zmm"), ("haswell", "ymm")])
+def test_runs_of_float16_are_converted_in_whole_vectors(march: str, register: str) -> None:
+    """What is stored in halves of a vector waits until it is read whole: a softmax took twice as long."""
+    assert COMPILER is not None
+    body = "tz_widen_run(x, y, 640); tz_narrow_run(y, z, 640);"
+    source = prelude() + f'extern "C" void f(const f16* x, float* y, f16* z) {{ {body} }}'
+    command = [COMPILER, "-std=c++17", "-O3", f"-march={march}", "-S", "-x", "c++", "-", "-o", "-"]
+    text = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
+    for name in ("vcvtph2ps", "vcvtps2ph"):
+        assert re.search(rf"{name}\b.*%{register}", text)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

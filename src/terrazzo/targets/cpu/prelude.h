@@ -92,39 +92,71 @@ template <class T> TZ bool tz_signbit(T x) {
   return tz_bits<Bits>(x) >> (8 * sizeof x - 1);
 }
 
-// Runs of float16 as float32 and back, eight numbers at a time where the processor has instructions for that. (Their
-// header takes longer to read than a kernel takes to compile.)
-#if defined(__F16C__)
-typedef float tz_singles __attribute__((vector_size(32)));
+// Runs of float16 as float32 and back, eight numbers at a time where the processor has instructions for that, or sixteen:
+// what is stored in halves of a vector waits until it is read whole. (Their header takes longer to read than a kernel
+// takes to compile.)
+template <int n> struct tz_run_of {
+  typedef float singles __attribute__((vector_size(4 * n)));
 #if defined(__clang__)
-typedef _Float16 tz_halves __attribute__((vector_size(16)));
-TZ tz_singles tz_widen(tz_halves x) { return __builtin_convertvector(x, tz_singles); }
-TZ tz_halves tz_narrow(tz_singles x) { return __builtin_convertvector(x, tz_halves); }
+  typedef _Float16 halves __attribute__((vector_size(2 * n)));
 #else
-typedef short tz_halves __attribute__((vector_size(16)));
-TZ tz_singles tz_widen(tz_halves x) { return __builtin_ia32_vcvtph2ps256(x); }
-TZ tz_halves tz_narrow(tz_singles x) { return __builtin_ia32_vcvtps2ph256(x, 0); }  // 0: to nearest even
+  typedef short halves __attribute__((vector_size(2 * n)));
 #endif
+};
+#if defined(__F16C__) && defined(__clang__)
+template <int n> TZ typename tz_run_of<n>::singles tz_widened(typename tz_run_of<n>::halves x) { return __builtin_convertvector(x, typename tz_run_of<n>::singles); }
+template <int n> TZ typename tz_run_of<n>::halves tz_narrowed(typename tz_run_of<n>::singles x) { return __builtin_convertvector(x, typename tz_run_of<n>::halves); }
+#elif defined(__F16C__)
+template <int n> TZ typename tz_run_of<n>::singles tz_widened(typename tz_run_of<n>::halves x) {
+#if defined(__AVX512F__)
+  if constexpr (n == 16) return __builtin_ia32_vcvtph2ps512_mask(x, typename tz_run_of<n>::singles{}, -1, 4);
+  else
+#endif
+  return __builtin_ia32_vcvtph2ps256(x);
+}
+template <int n> TZ typename tz_run_of<n>::halves tz_narrowed(typename tz_run_of<n>::singles x) {  // 0: to nearest even
+#if defined(__AVX512F__)
+  if constexpr (n == 16) return __builtin_ia32_vcvtps2ph512_mask(x, 0, typename tz_run_of<n>::halves{}, -1);
+  else
+#endif
+  return __builtin_ia32_vcvtps2ph256(x, 0);
+}
+#endif
+#if defined(__F16C__)
+template <int n> TZ int64_t tz_widen_runs(const f16* from, float* to, int64_t i, int64_t end) {
+  for (typename tz_run_of<n>::halves x; i + n <= end; i += n) {
+    memcpy(&x, from + i, sizeof x);
+    const typename tz_run_of<n>::singles y = tz_widened<n>(x);
+    memcpy(to + i, &y, sizeof y);
+  }
+  return i;
+}
+template <int n> TZ int64_t tz_narrow_runs(const float* from, f16* to, int64_t i, int64_t end) {
+  for (typename tz_run_of<n>::singles x; i + n <= end; i += n) {
+    memcpy(&x, from + i, sizeof x);
+    const typename tz_run_of<n>::halves y = tz_narrowed<n>(x);
+    memcpy(to + i, &y, sizeof y);
+  }
+  return i;
+}
 #endif
 TZ void tz_widen_run(const f16* from, float* to, int64_t n) {
   int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX512F__)
+  i = tz_widen_runs<16>(from, to, i, n);
+#endif
 #if defined(__F16C__)
-  for (tz_halves x; i + 8 <= n; i += 8) {
-    memcpy(&x, from + i, sizeof x);
-    const tz_singles y = tz_widen(x);
-    memcpy(to + i, &y, sizeof y);
-  }
+  i = tz_widen_runs<8>(from, to, i, n);
 #endif
   for (; i < n; i++) to[i] = tz_widen(from[i]);
 }
 TZ void tz_narrow_run(const float* from, f16* to, int64_t n) {
   int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX512F__)
+  i = tz_narrow_runs<16>(from, to, i, n);
+#endif
 #if defined(__F16C__)
-  for (tz_singles x; i + 8 <= n; i += 8) {
-    memcpy(&x, from + i, sizeof x);
-    const tz_halves y = tz_narrow(x);
-    memcpy(to + i, &y, sizeof y);
-  }
+  i = tz_narrow_runs<8>(from, to, i, n);
 #endif
   for (; i < n; i++) to[i] = tz_narrow_f16(from[i]);
 }
