@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from tests.kernels.programs import Lowered, lowered
 
+from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import kernel as ir
 from terrazzo.ir.plan import Frame, Reach
+from terrazzo.options import Options
+from terrazzo.pipelines import lowering
+from terrazzo.rules.loop_to_tile.chains.chain import chain
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
@@ -54,6 +58,12 @@ def heads_last(q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+def gated(q: Any, k: Any, v: Any) -> Any:
+    """Heads in groups, whose results lie by token, times a gate."""
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    return found.flatten(2) * torch.sigmoid(q.transpose(1, 2).flatten(2))
+
+
 def by_hand(q: Any, k: Any, v: Any) -> Any:
     return torch.softmax((q @ k.transpose(-1, -2)).float() * 0.1, -1).to(q.dtype) @ v
 
@@ -75,6 +85,7 @@ ONE = (1, 2, 128, 64)
         (plain, ((1, 2, 64, 64), (1, 2, 300, 64), (1, 2, 300, 128)), torch.bfloat16),
         (grouped, ((1, 4, 64, 64), (1, 2, 128, 64), (1, 2, 128, 64)), torch.bfloat16),
         (heads_last, ((1, 128, 2, 64),) * 3, torch.bfloat16),
+        (gated, ((1, 4, 130, 64), (1, 2, 130, 64), (1, 2, 130, 64)), torch.bfloat16),
         (by_hand, (ONE, ONE, ONE), torch.bfloat16),
     ],
 )  # fmt: skip
@@ -102,6 +113,16 @@ def test_heads_that_no_instruction_divides(fn: Any, shapes: tuple[tuple[int, ...
     found = lowered(fn, args, target)
     assert together(found)
     close(found, fn, args)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_rows_are_tokens_where_heads_of_a_group_come_last(target: str) -> None:
+    """Tiles of 8 heads would be half empty, and each token would read all keys: 13 times as long by the model."""
+    shapes = ((1, 16, 512, 64), (1, 2, 512, 64), (1, 2, 512, 64))
+    given = tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+    (kernel,) = lowering(capture(gated, given).program, Options(target=target)).loop.steps
+    found = chain(kernel)
+    assert found is not None and found.rows.extent == 512
 
 
 @pytest.mark.parametrize("target", ["sm_86", "sm_89", "sm_120"])

@@ -123,8 +123,15 @@ def chain(kernel: l.Kernel) -> Chain | None:
     factors += [(outer, along), *((x, found) for _, x, _, found in rest)]
     operands = *pairs[0], along[0]
     depths = tuple(d for *_, d in inner)
-    sums = name, outer, rows[-1], columns[-1], steps, depths, operands, beside, others
+    sums = name, outer, _longest(rows), columns[-1], steps, depths, operands, beside, others
     return Chain(kernel, *sums, tuple(factors), len(along), tuple(rounds))
+
+
+def _longest(axes: list[Any]) -> Any:
+    """The axis that fills tiles: heads that share keys are rows as tokens are, but few of them, and may come last where
+    results lie by token. The last one of several.
+    """
+    return max(reversed(axes), key=lambda x: x.extent if isinstance(x.extent, int) else 0)
 
 
 def _in_each(axis: Any, terms: tuple[Node, ...]) -> bool:
