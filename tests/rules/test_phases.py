@@ -16,9 +16,13 @@ from tests.rules.test_catalog import example
 from terrazzo import pipelines
 from terrazzo.front.capture import capture
 from terrazzo.interp import loop as interpreter
+from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.node import substitute
+from terrazzo.ir.regions import regions
 from terrazzo.ir.text import parse
+from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
@@ -102,11 +106,49 @@ def test_phases_of_unequal_length_go_on_beyond_the_last_point(name: str) -> None
     more = torch.randn(fn(x, w, **options).shape)
     found = lowered(lambda x, w, y: torch.relu(fn(x, w, **options) + y), (x, w, more), "sm_80").lowering
     (before,) = [p for stage, p, _ in found.stages if stage.name == "order"]
-    after = phases_apart(before, Log(), fewest)
+    after = phases_apart(before, Log(), lambda steps: 1.0 if len(steps) == 3 else 2.0)
     assert [len([x for x in s.terms if isinstance(x, l.Reduce)]) for s in after.steps] == [0, 1, 0]
     inputs = {b.name: v.numpy() for b, v in zip(before.inputs, (x, w, more), strict=True)}
     for one, other in zip(interpreter.run(before, inputs), interpreter.run(after, inputs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_the_last_points_may_be_pieces_of_their_own(name: str) -> None:
+    """What all phases have is a region of the result, and so is what is left of each dimension; nothing is copied."""
+    fn, image, filters, options = UNEVEN[name]
+    torch.manual_seed(0)
+    x, w = torch.randn(image), torch.randn(filters)
+    x[0, 3, 1] = torch.inf
+    found = lowered(lambda x, w: fn(x, w, **options), (x, w), "sm_80").lowering
+    (before,) = [channels_last(p) for stage, p, _ in found.stages if stage.name == "order"]
+    after = phases_apart(before, Log(), fewest)
+    named = regions(after.steps, after.results)
+    uneven = sum(
+        n % s != 0 for n, s in zip(fn(x, w, **options).shape[2:], strides(options, len(image) - 2), strict=True)
+    )
+    pieces = [s for s in after.steps[1:] if isinstance(s, l.Kernel)]
+    assert len(pieces) == 2**uneven and len(named.of) == 2 ** (uneven + 1) - 2
+    inputs = {b.name: v.numpy() for b, v in zip(before.inputs, (x, w), strict=True)}
+    for one, other in zip(
+        interpreter.run(before, inputs), interpreter.run(after, inputs, call=call_numpy), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def channels_last(program: Any) -> l.Program:
+    """The same, of which the result lies otherwise."""
+    (old,) = program.results
+    order = (0, *range(2, old.type.rank), 1)
+    new = l.Buffer(old.name, Type(old.type.dtype, old.type.shape, ordered_strides(old.type.static_shape, order)))
+    steps = tuple(substitute(s, {old: new}) for s in program.steps)
+    return l.Program(program.name, program.inputs, steps, (new,))
+
+
+def strides(options: dict[str, Any], dimensions: int) -> tuple[int, ...]:
+    """That of each dimension."""
+    given = options["stride"]
+    return given if isinstance(given, tuple) else (given,) * dimensions
 
 
 def work(program: Any) -> int:

@@ -284,8 +284,9 @@ class Rescue(Line, dialect="plan", op="rescue"):
 
 class Reach(Line, dialect="plan", op="reach"):
     """Only steps along an axis before `until` are visited, and from `since` on, where that is not negative, given which
-    tile of `rows` it is (its number is `first`): a mask leaves nothing of the others. Of these no more than hold the
-    `length` that data says are visited, and those of blocks from the number `at_first` on and before `at_last`.
+    tile of `rows` it is (its number is `first`), or where it is along axes that no tile has a part of: a mask leaves
+    nothing of the others. Of these no more than hold the `length` that data says are visited, and those of blocks from
+    the number `at_first` on and before `at_last`.
     """
 
     references = {"axis": AXIS, "rows": AXIS}

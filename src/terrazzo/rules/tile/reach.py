@@ -4,8 +4,9 @@ mask cuts test it. From index ranges; nobody says "causal".
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,12 @@ from terrazzo.rules.loop.folding.fold import negated
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.frames import computed, weight
 from terrazzo.rules.tile.lengths import Blocks, length, without_blocks
-from terrazzo.rules.tile.rings import axis_called, operand_text, overlaps, rounds
+from terrazzo.rules.tile.rings import axis_called, operand_text, overlaps, rounds, steps
 
 PLACES = 5
 """Places at which bounds of what rows see are compared."""
+TOLD = 4096
+"""Points of the axes that may say where steps end."""
 SAMPLED = 32
 """Rows of which is asked how much they see, for a price."""
 
@@ -243,6 +246,51 @@ class Visits:
     each: int = 1
 
 
+def last_step(c: Contraction, outside: Collection[Any]) -> IntExpr | None:
+    """The condition, which is >= 0, under which a factor that is loaded is not 0: that steps of the first axis are no
+    later than axes `outside` of tiles say. None where there is no such one, or several.
+    """
+    first, *_ = c.reduce.axes
+    found: Any = {e for x in c.operands if isinstance(x, l.Load) for e in x.inside if coefficient(e, first) == -1}
+    ends = [e for e in found if e.free <= {first, *outside}]
+    return ends[0] if len(ends) == 1 and math.prod(a.extent for a in ends[0].free - {first}) <= TOLD else None
+
+
+def steps_taken(c: Contraction, end: IntExpr) -> list[int]:
+    """How many steps of the first axis there are by such a condition, for each point of the axes that it knows."""
+    first, *_ = c.reduce.axes
+    until: Any = end + first + 1
+    axes = [*getattr(until, "free", ())]
+    every = (dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(a.extent) for a in axes)))
+    return [min(max(int(evaluate(until, at)), 0), first.extent) for at in every]
+
+
+@dataclass(frozen=True)
+class End:
+    """The steps that there are: those for which `inside` is >= 0, which an axis is in, are those before `until`."""
+
+    axis: Any
+    inside: IntExpr
+    until: IntExpr
+
+
+def ends_early(draft: Draft) -> End | None:
+    """Where the steps of a product end of what a warp of its own loads: those beyond are of zeros alone. None where all
+    steps are visited.
+    """
+    roles = dict(draft.schedule.options("roles"))
+    if len(draft.products) != 1 or not roles or roles.get("turns"):
+        return None
+    ((name, c),) = draft.products.items()
+    outside = [a for a in draft.kernel.axes if a not in draft.tiled]
+    if (end := last_step(c, outside)) is None or not (loops := steps(draft)):
+        return None
+    (axis, factor), *inner = loops
+    if axis is not c.reduce.axes[0] or factor.size != axis.extent or draft.length(axis, draft.site(name)) != 1:
+        return None
+    return End(axis, end, (end + axis + 1) * math.prod(f.size for _, f in inner))
+
+
 def visited(
     draft: Draft, product: Product, rows: Any, first: IntExpr, size: int, step: int, count: int
 ) -> Visits | None:
@@ -296,8 +344,11 @@ def _rises(atom: Any, rows: Any) -> bool:
 def skip_steps(plan: Plan, draft: Draft) -> Plan | None:
     """A step all of whose points are masked adds nothing, and is not visited."""
     chained = [p for p in plan.all(Product) if p.made]
-    if plan.all(Reach) or not chained or not plan.all(Order) or not plan.all(Agent):
+    if plan.all(Reach) or not plan.all(Product) or not plan.all(Order) or not plan.all(Agent):
         return None
+    if not chained:
+        (p, *_), end = plan.all(Product), ends_early(draft)
+        return plan.plus(Reach(axis_name(end.axis), p.rows, show_expr(end.until))) if end is not None else None
     if plan.one(Order).persistent and len(plan.all(Agent)) == 1:
         return None  # only warps with roles count the steps of tiles that are unlike
     found, *others = (_visits(draft, p) for p in chained)
@@ -320,8 +371,10 @@ def _visits(draft: Draft, product: Product) -> Visits | None:
 
 
 def reached(plan: Plan, draft: Draft) -> list[int]:
-    """How many steps a tile visits for each part of the rows, the first one first."""
+    """How many steps a tile visits for each part of the rows, the first one first; or for each of what else says it."""
     product = plan.all(Product)[-1]
+    if not product.made and (end := ends_early(draft)) is not None:
+        return steps_taken(draft.products[product.sites[0]], end.inside)
     rows, site = axis_called(draft, product.rows), draft.site(product.sites[0])
     *_, axis = draft.products[product.sites[0]].reduce.axes
     tiles, around = -(-rows.extent // draft.length(rows, site)), math.prod(f.size for _, f in rounds(draft))

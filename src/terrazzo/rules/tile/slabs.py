@@ -23,6 +23,7 @@ from terrazzo.rules.access import WIDEST, box, wide
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.draft import Draft, axis_name, unused
 from terrazzo.rules.tile.products import CONVERTED
+from terrazzo.rules.tile.reach import ends_early
 from terrazzo.rules.tile.rings import (
     axis_called,
     brought,
@@ -289,7 +290,8 @@ class Slab:
         found = box(term, sizes, by_axes, free, self.draft.beyond(sizes, self.site))
         if isinstance(found, str):
             return found
-        if any(e not in found.place.bounds for e in term.inside):
+        end = ends_early(self.draft)  # beyond which nothing is brought
+        if any(e not in found.place.bounds for e in term.inside if end is None or e is not end.inside):
             return "TMA brings in zeros for what lies outside the tensor, and this load has zeros elsewhere too"
         if [a for a in found.along if a is not None] != axes:
             return "the slab's dimensions are not in the order of the tensor's, which TMA keeps"

@@ -12,7 +12,7 @@ from terrazzo.ir.plan import Plan, Product, Reach
 from terrazzo.rules.tile.digits import Bindings
 from terrazzo.rules.tile.draft import Draft
 from terrazzo.rules.tile.lengths import steps_of
-from terrazzo.rules.tile.reach import Visits, idle, visited
+from terrazzo.rules.tile.reach import Visits, ends_early, idle, visited
 from terrazzo.rules.tile.rings import axis_called
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.copies import Steps
@@ -41,6 +41,10 @@ class Visiting:
         if not self.plan.all(Reach):
             return None
         p = self.plan.all(Product)[-1]
+        if not p.made:
+            end = ends_early(self.draft)
+            assert end is not None
+            return Visits(None, substitute(end.until, self.scope.env))
         site, rows = self.draft.site(p.sites[0]), axis_called(self.draft, p.rows)
         base, length = self.bindings.base(rows.name, site), self.draft.length(rows, site)
         ((axis, count),) = self.steps.times
@@ -80,10 +84,13 @@ class Visiting:
         if bindings.since is not None and begins is not None:
             steps = self._blocks(begins)
             self._set(bindings.since, steps, steps - 1 - bindings.since)
-        if told != (None, None) or not at_least(count - until, 0):
+        some, few = at_least(until, 0), at_least(count - until, 0)
+        if told != (None, None) or not some or not few:
             bindings.until = self._integer(bindings.until, "until", count + 1, count)
-        if bindings.until is not None and not at_least(count - until, 0):
-            self._set(bindings.until, until, count - 1 - until)
+        if bindings.until is not None and not (some and few):
+            self._set(bindings.until, until, count - 1 - until, *([] if some else [until]))
+        if bindings.until is not None and not some:
+            self._set(bindings.until, 0, -1 - until)
         many, ends = told
         if bindings.until is not None and many is not None:
             ((axis, _),) = self.steps.times
@@ -134,6 +141,6 @@ class Visiting:
         self.builder.add(k.DeclareInteger(found, value))
         return found
 
-    def _set(self, place: k.Integer, value: IntExpr, where: IntExpr) -> None:
+    def _set(self, place: k.Integer, value: IntExpr, *where: IntExpr) -> None:
         """A number takes a value where something is >= 0."""
-        self.builder.where([where], lambda: self.builder.add(k.SetInteger(place, value)))
+        self.builder.where(where, lambda: self.builder.add(k.SetInteger(place, value)))

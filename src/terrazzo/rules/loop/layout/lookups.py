@@ -191,12 +191,12 @@ def stored_first(
     program: l.Program,
     log: Log,
     told: tuple[str, str, str],
-    find: Callable[[l.Kernel, Set[str], Mapping[Any, l.Buffer]], tuple[l.Kernel, ...] | None],
-    prices: Callable[[l.Kernel, Sequence[l.Kernel]], tuple[float, float]],
+    find: Callable[[l.Kernel, Set[str], Mapping[Any, l.Buffer]], tuple[l.Kernel | l.Call, ...] | None],
+    prices: Callable[[l.Kernel, Sequence[Any]], tuple[float, float]],
 ) -> l.Program:
-    """`program` with kernels in several, as `find` has them: those that store operands, and the one that reads these.
-    It gets the names there are and what is stored already. `prices` are those of both ways; and `told` are the pass,
-    the rule, and how it is done otherwise.
+    """`program` with kernels in several, as `find` has them: those that store operands, and the one that reads these
+    (or several, and calls that say what these store pieces of). It gets the names there are and what is stored already.
+    `prices` are those of both ways; and `told` are the pass, the rule, and how it is done otherwise.
     """
     pass_name, rule, otherwise = told
     steps: list[l.Kernel | l.Call] = []
@@ -210,7 +210,7 @@ def stored_first(
             log.add(Event(pass_name, rule, s.name, apart < inlined, said))
             if apart < inlined:
                 log.applied(pass_name, rule, s.name, [s], [*made, whole])
-                known |= {k.stores[0].value: k.stores[0].buffer for k in made}
+                known |= {k.stores[0].value: k.stores[0].buffer for k in made if isinstance(k, l.Kernel)}
                 names |= {k.name for k in made}
                 steps += made
                 s = whole

@@ -4,17 +4,21 @@ rests that points leave, their phases, are axes of their own, and steps only tho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.ir.address import evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.regions import ALIGNED, WHOLE
 from terrazzo.ir.sites import product
-from terrazzo.ir.types import Type, ordered_strides
+from terrazzo.ir.types import Type, contiguous_strides, ordered_strides
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.layout.across import read_across
 from terrazzo.rules.loop.layout.images import Rests, at_rests, quotients
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop.precision.number_parts import order_of
@@ -41,28 +45,85 @@ class Phase:
         return found
 
     @property
+    def apart(self) -> int:
+        """How many steps lie between those that leave no rest."""
+        return self.rests.stride // self.rests.common
+
+    @property
+    def whole(self) -> int:
+        """How many points there are of which each phase has equally many."""
+        points: int = self.rests.point.extent
+        return points - points % self.rests.stride
+
+    @property
     def first(self) -> IntExpr:
         """The first step that leaves no rest, if there is one."""
         r = self.rests
-        apart = r.stride // r.common
-        found: IntExpr = self.moved // r.common * pow(r.dilation // r.common, -1, apart) % apart
+        found: IntExpr = self.moved // r.common * pow(r.dilation // r.common, -1, self.apart) % self.apart
         return found
 
     @property
     def tap(self) -> IntExpr:
         """The step; it may lie behind the last one."""
-        r = self.rests
-        found: IntExpr = self.turn * (r.stride // r.common) + self.first + self.moved % r.common * r.step.extent
+        found: IntExpr = self.turn * self.apart + self.first
         return found
 
     @property
     def at(self) -> IntExpr:
-        """The place; it lies before the tensor where there is no such step."""
+        """The place; it lies before the tensor where the phase has no step, and others have one."""
         r = self.rests
-        beyond = self.tap // r.step.extent * (self.among.extent + r.shift + 1)
         found = self.moved // r.stride if r.dilation == 1 else (self.moved - self.first * r.dilation) // r.stride
-        place: IntExpr = self.among - self.turn * (r.dilation // r.common) + found - beyond
-        return place
+        place: IntExpr = self.among - self.turn * (r.dilation // r.common) + found
+        none = 1 - self.count if max(self.counts) == 1 else 0
+        return place - none * (self.among.extent + r.shift + 1)  # type: ignore[no-any-return]
+
+    @property
+    def most(self) -> IntExpr:
+        """How many steps the phase sees, if it sees any: as many as others, or one more."""
+        found: IntExpr = (self.rests.step.extent - 1 - self.first) // self.apart + 1
+        return found
+
+    @property
+    def count(self) -> IntExpr:
+        """How many steps it sees: none where the dilation leaves it a rest."""
+        common = self.rests.common
+        return self.most * ((common - self.moved % common) // common)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The same, of each phase."""
+        return tuple(int(evaluate(self.count, {self.phase: n})) for n in range(self.rests.stride))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """An axis of steps that phases see, one `turn` after the other, and how many each of them sees: all of them, or as
+    an expression of the phases.
+    """
+
+    turn: Var
+    phases: tuple[Phase, ...]
+    count: IntExpr
+
+    @property
+    def ends(self) -> tuple[IntExpr, ...]:
+        """What is >= 0 where there is a step."""
+        return () if self.count == self.turn.extent else (self.count - 1 - self.turn,)
+
+    @property
+    def index(self) -> IntExpr:
+        """Which phase it is, and which turn of it, as one number."""
+        return flatten((*(y.phase for y in self.phases), self.turn), contiguous_strides(self._sizes))
+
+    @property
+    def extent(self) -> int:
+        """How many such numbers there are."""
+        return math.prod(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        longest: Any = self.turn.extent
+        return (*(y.rests.stride for y in self.phases), longest)
 
 
 def phases_apart(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]], float]) -> l.Program:
@@ -105,22 +166,27 @@ def phases_apart(program: l.Program, log: Log, price: Callable[[Sequence[l.Kerne
         return (z,)
     """  # noqa: E501
 
-    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel, ...] | None:
-        return in_phases(s, names)
-
-    def prices(s: l.Kernel, found: Sequence[l.Kernel]) -> tuple[float, float]:
+    def prices(s: l.Kernel, found: Sequence[Any]) -> tuple[float, float]:
         return price([s]), price(found)
 
-    return stored_first(program, log, (PASS, RULE, "with steps of which most are 0"), find, prices)
+    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel | l.Call, ...] | None:
+        return min(in_phases(s, names), key=lambda found: prices(s, found)[1], default=None)
+
+    made = stored_first(program, log, (PASS, RULE, "with steps of which most are 0"), find, prices)
+    return read_across(made, log, {*program.steps}, price)
 
 
-def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
-    """A kernel that stores filters phase by phase, and the one that reads them; None where an image has no phases.
-    Where these have not equally many points, it stores what they would have, and a third one what there is of it.
+Steps = tuple[l.Kernel | l.Call, ...]
+
+
+def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
+    """A kernel that stores filters phase by phase, and the one that reads them; none where an image has no phases.
+    Where these have not equally many points, it stores what they would have, and a third one what there is of it; or
+    there is one more for the last points of each dimension.
     """
     p = product(kernel)
     if p is None or len(p.sites) != 1 or len(p.operands) != 2 or not all(isinstance(x, l.Load) for x in p.operands):
-        return None
+        return []
     reduce = p.sites[0].reduce
     steps, args = l.open_binder(reduce)
     loads: list[Any] = [substitute(x, dict(zip(reduce.axes, steps, strict=True))) for x in p.operands]
@@ -128,30 +194,38 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
     phases = [_phase(e, kernel.axes, steps) for e in quotients(image)]
     found = [y for y in phases if y is not None and y.rests.point not in filters.free]
     if not found or len(found) < len(phases):
-        return None
+        return []
+    found, turns = _in_turn(found)
+    ends = [e for x in turns for e in x.ends]
     at: dict[Any, Any] = {y.place: y.at for y in found}
     index = tuple(at.get(e, e) for e in image.index)
     gone = {x for y in found for x in (y.rests.point, y.rests.step)}
     if any(isinstance(e, Expr) and e.free & gone for e in index):
-        return None
+        return []
     sizes = dict(zip(image.index, image.buffer.type.static_shape, strict=True))
     inside = [e for e in image.inside if not e.free & gone]
     inside += [e for y in found for e in (y.at, sizes[y.place] - 1 - y.at)]
-    turns = {y.rests.step: y.turn for y in found}
-    walked: list[Any] = [t for r in steps if not isinstance(t := turns.get(r, r), int)]
-    inner = sorted(walked, key=lambda r: (r not in turns.values(), r.extent))
+    inside += ends
+    own = {x.phases[0].rests.step: x.turn for x in turns if not x.ends}
+    walked: list[Any] = [x.turn for x in turns if x.ends]  # of which not all are taken
+    walked += [own.get(r, r) for r in steps if r in own or r not in gone]
+    inner = sorted(walked, key=lambda r: (all(r is not x.turn for x in turns), r.extent))
     two = {y.rests.point: (y.among, y.phase) for y in found}
     axes = tuple(b for a in kernel.axes for b in two.get(a, (a,)))
-    place, stored = _by_phases(kernel, filters, found, [*axes, *inner], names)
+    place, stored = _by_phases(kernel, filters, found, turns, [*axes, *inner], names)
     taken = {image: l.Load.make(image.buffer, index, tuple(inside)), filters: place}
     term = l.Reduce.make(reduce.monoid, tuple(walked), tuple(substitute(x, taken) for x in args))
     points: dict[Any, Any] = {y.rests.point: y.among * y.rests.stride + y.phase for y in found}
     sizes = {p: y.among.extent * y.rests.stride for y in found if (p := y.rests.point).extent % y.rests.stride}
-    if sizes:
-        whole = _all_points(kernel, {reduce: term}, points, sizes, axes, names)
-        return (stored, *whole) if whole is not None else None
-    stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
-    return stored, _kernel(kernel.name, axes, stores, kernel)
+    if not sizes:
+        stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
+        return [(stored, _kernel(kernel.name, axes, stores, kernel))]
+    if any(sum(e is a for e in s.index) != 1 for s in kernel.stores for a in sizes):
+        return []  # a store has one of them in no dimension of its own
+    whole = _all_points(kernel, {reduce: term}, points, sizes, axes, names)
+    uneven = [y for y in found if y.rests.point in sizes]
+    pieces = _Pieces(kernel, {reduce: term}, points, axes, {*names, *(b.name for b in stored.writes)}).steps(uneven)
+    return [(stored, *x) for x in (whole, pieces) if x]
 
 
 def _all_points(
@@ -161,13 +235,10 @@ def _all_points(
     sizes: Mapping[Any, int],
     axes: Sequence[Any],
     names: Set[str],
-) -> tuple[l.Kernel, ...] | None:
+) -> tuple[l.Kernel, ...]:
     """A kernel of phases that go on beyond the last point, so that all have equally many, and one that stores what
-    there is of its results. Points have `sizes` there, and nothing else is read beyond theirs. None where a store has
-    one of them in no dimension of its own.
+    there is of its results. Points have `sizes` there, and nothing else is read beyond theirs.
     """
-    if any(sum(e is a for e in s.index) != 1 for s in kernel.stores for a in sizes):
-        return None
     (reduce,) = taken
     new = dict(taken)
     for x in topological([s.value for s in kernel.stores], lambda x: x is reduce):
@@ -182,6 +253,83 @@ def _all_points(
     return whole, l.Kernel(kernel.name, kernel.axes, there, kernel.source)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Points of a dimension that a kernel stores: so many, what the axes are there, and where they are among these."""
+
+    size: int
+    axes: Mapping[Any, IntExpr]
+    at: IntExpr
+
+
+class _Pieces:
+    """Kernels of phases that have equally many points, and of those that are left of each dimension, which store pieces
+    of what one kernel stored.
+    """
+
+    def __init__(
+        self,
+        kernel: l.Kernel,
+        taken: Mapping[Any, Any],
+        points: Mapping[Any, Any],
+        axes: Sequence[Any],
+        names: set[str],
+    ) -> None:
+        self.kernel, self.points, self.axes, self.names = kernel, points, axes, names
+        self.values = [substitute(substitute(s.value, taken), points) for s in kernel.stores]
+        self.made: list[l.Kernel | l.Call] = []
+
+    def steps(self, uneven: Sequence[Phase]) -> Steps:
+        """All of it; nothing where pieces would not begin where regions do, or there are none."""
+        for s in self.kernel.stores:
+            for y in uneven:
+                pitch: Any = s.buffer.type.element_strides[s.index.index(y.rests.point)]
+                if y.whole == 0 or y.whole * pitch * s.buffer.type.dtype.size % ALIGNED:
+                    return ()
+        self.pieces(uneven, {})
+        return tuple(self.made)
+
+    def pieces(self, left: Sequence[Phase], cut: Mapping[Any, _Part]) -> list[l.Buffer]:
+        """What is stored of points that are `cut`, those of the phases that are `left` whole."""
+        if not left:
+            return self.stored(cut)
+        y, *others = left
+        point, each = y.rests.point, y.whole // y.rests.stride
+        among, rest = Var(l.fresh_name(), each), point.extent - y.whole
+        end = Var(l.fresh_name(), rest) if rest > 1 else 0
+        first = _Part(y.whole, {y.among: among}, among * y.rests.stride + y.phase)
+        both = [
+            self.pieces(others, {**cut, point: x}) for x in (first, _Part(rest, {y.among: each, y.phase: end}, end))
+        ]
+        found = [self.buffer(s, cut) for s in self.kernel.stores]
+        for s, whole, *parts in zip(self.kernel.stores, found, *both, strict=True):
+            self.made.append(l.Call(WHOLE, (tuple(parts), s.index.index(point)), (), (whole,), 0, self.kernel.source))
+        return found
+
+    def stored(self, cut: Mapping[Any, _Part]) -> list[l.Buffer]:
+        """What one kernel stores."""
+        new = {a: e for x in cut.values() for a, e in x.axes.items()}
+        axes = [e for a in self.axes if isinstance(e := new.get(a, a), Var)]
+        places = [self.buffer(s, cut) for s in self.kernel.stores]
+        at = {**self.points, **{a: x.at for a, x in cut.items()}}
+        stores = [
+            l.Store(b, tuple(substitute(e, at) if isinstance(e, Expr) else e for e in s.index), substitute(x, new))
+            for s, b, x in zip(self.kernel.stores, places, self.values, strict=True)
+        ]
+        self.made.append(_kernel(places[0].name, axes, stores, self.kernel))
+        return places
+
+    def buffer(self, s: l.Store, cut: Mapping[Any, _Part]) -> l.Buffer:
+        """Where a store goes, or the piece of it: it lies as it will in the whole."""
+        if not cut:
+            return s.buffer
+        kind = s.buffer.type
+        shape = tuple(cut[e].size if e in cut else n for e, n in zip(s.index, kind.static_shape, strict=True))
+        name = unused(f"{s.buffer.name}_piece", self.names)
+        self.names.add(name)
+        return l.Buffer(name, Type(kind.dtype, shape, kind.element_strides))
+
+
 def _widened(s: l.Store, sizes: Mapping[Any, int], names: Set[str]) -> l.Buffer:
     """What a store writes to, with room for so many points of axes."""
     kind = s.buffer.type
@@ -191,28 +339,27 @@ def _widened(s: l.Store, sizes: Mapping[Any, int], names: Set[str]) -> l.Buffer:
 
 
 def _by_phases(
-    reader: l.Kernel, filters: l.Load, found: Sequence[Phase], every: Sequence[Any], names: Set[str]
+    reader: l.Kernel,
+    filters: l.Load,
+    found: Sequence[Phase],
+    turns: Sequence[Turns],
+    every: Sequence[Any],
+    names: Set[str],
 ) -> tuple[l.Load, l.Kernel]:
     """Filters where they are stored for each phase, along those of `every` axis that they know, in this order, and the
     kernel that stores them: 0 where a phase has no such step.
     """
     taps: dict[Any, Any] = {y.rests.step: y.tap for y in found}
-    ends = tuple(y.rests.step.extent - 1 - y.tap for y in found)
+    ends = (*(y.rests.step.extent - 1 - y.tap for y in found), *(e for x in turns for e in x.ends))
     value = l.Load.make(filters.buffer, *(tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x)
                                           for x in (filters.index, (*filters.inside, *ends))))  # fmt: skip
-    turns: dict[Any, Any] = {y.phase: y.turn for y in found}
-    axes = [a for a in every if a in turns or a in turns.values() or (a in filters.free and a not in taps)]
-    index: list[Any] = []
-    shape: list[int] = []
-    for a in axes:
-        if isinstance(turn := turns.get(a), Var):  # dimensions are few that boxes may have
-            index.append(a * turn.extent + turn)
-            shape.append(a.extent * turn.extent)
-        elif a not in turns.values():
-            index.append(a)
-            shape.append(a.extent)
+    known = {y.phase for y in found} | {x.turn for x in turns}
+    axes = [a for a in every if a in known or (a in filters.free and a not in taps)]
+    together: dict[Any, Turns] = {y.phase: x for x in turns for y in x.phases}  # boxes have few dimensions
+    places = [(x.index, x.extent) if (x := together.get(a)) else (a, a.extent) for a in axes]
+    index, shape = zip(*(x for x in dict.fromkeys(places) if all(x[0] is not y.turn for y in turns)), strict=True)
     name = unused(f"{reader.name}_{filters.buffer.name}", {*names})
-    place = l.Load(l.Buffer(name, Type(filters.dtype, tuple(shape))), tuple(index))
+    place = l.Load(l.Buffer(name, Type(filters.dtype, shape)), index)
     return place, _kernel(name, axes, [l.Store(place.buffer, place.index, value)], reader)
 
 
@@ -229,3 +376,25 @@ def _phase(place: IntExpr, points: Sequence[Any], steps: Sequence[Any]) -> Phase
     among, phase = Var(l.fresh_name(), -(-r.point.extent // r.stride)), Var(l.fresh_name(), r.stride)
     turns = -(-r.step.extent * r.common // r.stride)
     return Phase(place, r, among, phase, Var(l.fresh_name(), turns) if turns > 1 else 0)
+
+
+def _in_turn(found: Sequence[Phase]) -> tuple[list[Phase], list[Turns]]:
+    """Phases with their steps in turn. Where some see more than others, there is one axis for all steps of these
+    dimensions, so that whoever comes to the end of what a phase sees has seen all of it.
+    """
+    odd = [y for y in found if len({*y.counts}) > 1]
+    longest = math.prod(max(y.counts) for y in odd)
+    if longest == 1:
+        return [*found], [Turns(y.turn, (y,), y.turn.extent) for y in found if isinstance(y.turn, Var)]
+    turn = Var(l.fresh_name(), longest)
+    left: IntExpr = turn
+    new = {y: y for y in found}
+    for y in odd[:0:-1]:
+        if max(y.counts) > 1:
+            new[y], left = replace(y, turn=left % y.most), left // y.most
+    new[odd[0]] = replace(odd[0], turn=left)
+    mine = tuple(new[y] for y in odd)
+    count = math.prod((y.count for y in odd), start=1)
+    turns = [Turns(turn, mine, count)]
+    turns += [Turns(y.turn, (y,), y.turn.extent) for y in found if y not in odd and isinstance(y.turn, Var)]
+    return [*new.values()], turns

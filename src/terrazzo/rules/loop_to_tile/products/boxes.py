@@ -34,6 +34,7 @@ from terrazzo.rules.loop_to_tile.products.work import LINE, STEP, Work, facts_of
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, ceil, grid
 from terrazzo.rules.swizzles import swizzled
 from terrazzo.rules.tile.complete import Refused, complete
+from terrazzo.rules.tile.reach import last_step, steps_taken
 
 COLUMNS = (32, 64, 96, 128, 192, 256)
 """Columns of a tile that are tried."""
@@ -105,6 +106,17 @@ class Moved:
             sides |= dict.fromkeys(self.rows, 1) | {self.rows[-1]: (row := _run(tile, size))}
         known = gathers(self.whole) and (self.beside or (size == WORD and row * size >= SECTOR and self._in_runs))
         return row * size if known and all(_is_box(s, tuple(sides.items())) for s in self.kernel.stores) else 0
+
+    @derived
+    def visited(self) -> tuple[int, ...]:
+        """How many of its taps each point of the batch takes, where those beyond are zeros; nothing where that is all
+        of them for all.
+        """
+        (c,) = self.whole.sites
+        if (end := last_step(c, self.batch)) is None:
+            return ()
+        others = math.prod(a.extent for a in self.taps if a is not c.reduce.axes[0])
+        return tuple(others * n for n in steps_taken(c, end))
 
     @derived
     def _in_runs(self) -> bool:
@@ -271,7 +283,7 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
     promoted, tiles = promotes(p), math.prod((*_tile_counts(x, tile), *(a.extent for a in x.batch)))
     work = Work(
         tile.m, tile.n, facts_of(p).terms, tiles, 1,
-        steps=math.prod(a.extent for a in x.taps) * ceil(x.depth.extent, x.step),
+        steps=round(_taps(x) * ceil(x.depth.extent, x.step)),
         fetched=_held(x, tile),
         held=_held(x, tile),
         leaving=_held(x, tile) * APART,
@@ -289,6 +301,19 @@ def _time(x: Moved, tile: Tile, gpu: Gpu) -> float:
         drawn=0.0 if promoted else _held(x, tile),
     )  # fmt: skip
     return max(lasts(work, gpu), powered(work, gpu))
+
+
+def _taps(x: Moved) -> float:
+    """How many taps a tile takes, in the mean."""
+    return sum(x.visited) / len(x.visited) if x.visited else math.prod(a.extent for a in x.taps)
+
+
+def _blocks(x: Moved, tile: Tile, gpu: Gpu) -> int:
+    """How many blocks walk the tiles. Where these take unequally many taps, it is a number that lets every block come
+    to all points of the batch in turn.
+    """
+    period = math.prod(a.extent for a in x.batch) * _tile_counts(x, tile)[-1] if x.visited else 1
+    return next(n for n in range(gpu.processors, 0, -1) if math.gcd(n, period) == 1)
 
 
 def _brought(x: Moved, tile: Tile) -> float:
@@ -382,7 +407,7 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
     )
     return Schedule(
         x.kernel.name, gpu.arch, tuple(lines), (),
-        (("persistent", (gpu.processors,), ()), ("roles", (), roles)),
+        (("persistent", (_blocks(x, t, gpu),), ()), ("roles", (), roles)),
         (site, *_results(x, t, gathered)),
     )  # fmt: skip
 
