@@ -68,7 +68,7 @@ def image(x: Any, axes: Sequence[Any], steps: Sequence[Any]) -> tuple[Any, dict[
 
 def quotients(x: l.Load) -> list[IntExpr]:
     """Places, each the sum of a quotient and multiples, at which a factor is read that is 0 where there is a rest."""
-    rests = {-e for e in x.inside if isinstance(-e, Mod)}  # which are >= 0 where there is no rest
+    rests = {f for e in x.inside for factors in terms_of(e) for f in factors if isinstance(f, Mod)}
     return [e for e in x.index if (found := _quotient(e)) is not None and found.a % found.b in rests]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.ir.address import evaluate, flatten
+from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import substitute, topological
@@ -180,7 +180,8 @@ Steps = tuple[l.Kernel | l.Call, ...]
 
 
 def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
-    """A kernel that stores filters phase by phase, and the one that reads them; none where an image has no phases.
+    """Ways to go phase by phase, none where an image has no phases: a kernel that reads filters as they lie, or one
+    that stores them phase by phase, and the one that reads those.
     Where these have not equally many points, it stores what they would have, and a third one what there is of it; or
     there is one more for the last points of each dimension.
     """
@@ -212,20 +213,30 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
     inner = sorted(walked, key=lambda r: (all(r is not x.turn for x in turns), r.extent))
     two = {y.rests.point: (y.among, y.phase) for y in found}
     axes = tuple(b for a in kernel.axes for b in two.get(a, (a,)))
-    place, stored = _by_phases(kernel, filters, found, turns, [*axes, *inner], names)
-    taken = {image: l.Load.make(image.buffer, index, tuple(inside)), filters: place}
-    term = l.Reduce.make(reduce.monoid, tuple(walked), tuple(substitute(x, taken) for x in args))
+    by_phases, stored = _by_phases(kernel, filters, found, turns, [*axes, *inner], names)
+    ways: list[tuple[l.Load, Steps]] = [(by_phases, (stored,))]
+    if (as_it_lies := _as_it_lies(filters, found)) is not None:
+        ways.append((as_it_lies, ()))
+    taken = l.Load.make(image.buffer, index, tuple(inside))
     points: dict[Any, Any] = {y.rests.point: y.among * y.rests.stride + y.phase for y in found}
     sizes = {p: y.among.extent * y.rests.stride for y in found if (p := y.rests.point).extent % y.rests.stride}
-    if not sizes:
-        stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
-        return [(stored, _kernel(kernel.name, axes, stores, kernel))]
     if any(sum(e is a for e in s.index) != 1 for s in kernel.stores for a in sizes):
         return []  # a store has one of them in no dimension of its own
-    whole = _all_points(kernel, {reduce: term}, points, sizes, axes, names)
-    uneven = [y for y in found if y.rests.point in sizes]
-    pieces = _Pieces(kernel, {reduce: term}, points, axes, {*names, *(b.name for b in stored.writes)}).steps(uneven)
-    return [(stored, *x) for x in (whole, pieces) if x]
+    every: list[Steps] = []
+    for place, first in ways:
+        term = l.Reduce.make(
+            reduce.monoid, tuple(walked), tuple(substitute(x, {image: taken, filters: place}) for x in args)
+        )
+        if not sizes:
+            stores = [substitute(substitute(s, {reduce: term}), points) for s in kernel.stores]
+            every.append((*first, _kernel(kernel.name, axes, stores, kernel)))
+            continue
+        every.append((*first, *_all_points(kernel, {reduce: term}, points, sizes, axes, names)))
+        uneven = [y for y in found if y.rests.point in sizes]
+        known = {*names, *(b.name for b in stored.writes)}
+        if pieces := _Pieces(kernel, {reduce: term}, points, axes, known).steps(uneven):
+            every.append((*first, *pieces))
+    return every
 
 
 def _all_points(
@@ -349,10 +360,8 @@ def _by_phases(
     """Filters where they are stored for each phase, along those of `every` axis that they know, in this order, and the
     kernel that stores them: 0 where a phase has no such step.
     """
-    taps: dict[Any, Any] = {y.rests.step: y.tap for y in found}
-    ends = (*(y.rests.step.extent - 1 - y.tap for y in found), *(e for x in turns for e in x.ends))
-    value = l.Load.make(filters.buffer, *(tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x)
-                                          for x in (filters.index, (*filters.inside, *ends))))  # fmt: skip
+    value = _at_taps(filters, found, [e for x in turns for e in x.ends])
+    taps = {y.rests.step for y in found}
     known = {y.phase for y in found} | {x.turn for x in turns}
     axes = [a for a in every if a in known or (a in filters.free and a not in taps)]
     together: dict[Any, Turns] = {y.phase: x for x in turns for y in x.phases}  # boxes have few dimensions
@@ -361,6 +370,23 @@ def _by_phases(
     name = unused(f"{reader.name}_{filters.buffer.name}", {*names})
     place = l.Load(l.Buffer(name, Type(filters.dtype, shape)), index)
     return place, _kernel(name, axes, [l.Store(place.buffer, place.index, value)], reader)
+
+
+def _at_taps(filters: l.Load, found: Sequence[Phase], ends: Sequence[IntExpr] = ()) -> l.Load:
+    """Filters at the taps of phases: 0 beyond the last ones, and `ends`."""
+    taps: dict[Any, Any] = {y.rests.step: y.tap for y in found}
+    every = (*filters.inside, *(y.rests.step.extent - 1 - y.tap for y in found), *ends)
+    index, inside = (
+        tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x) for x in (filters.index, every)
+    )
+    return l.Load.make(filters.buffer, index, inside)
+
+
+def _as_it_lies(filters: l.Load, found: Sequence[Phase]) -> l.Load | None:
+    """The same, where boxes of memory have it: where channels lie side by side."""
+    taps = {y.rests.step for y in found}
+    place = flatten(filters.index, filters.buffer.type.element_strides)
+    return _at_taps(filters, found) if any(coefficient(place, a) == 1 for a in filters.free - taps) else None
 
 
 def _kernel(name: str, axes: Sequence[Any], stores: Sequence[l.Store], source: l.Kernel) -> l.Kernel:

@@ -66,8 +66,9 @@ channels 3.8 (H200, 28 November 2026).
 @dataclass(frozen=True)
 class Moved:
     """A kernel that is one sum of products of `images`, which know `rows`, and `filters`, which know `columns`, all of
-    them contiguous along `depth`; `taps` are the other axes it sums over, and all know the `batch`. There are several
-    images, or filters, where these are parts of numbers: all are read at the same places.
+    them contiguous along `depth`, or the filters along the columns; `taps` are the other axes it sums over, and all
+    know the `batch`. There are several images, or filters, where these are parts of numbers: all are read at the same
+    places.
     """
 
     kernel: l.Kernel
@@ -158,7 +159,8 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
         return None, f"it sums {len(c.terms)} products in a step, of what is read at several places"
     if len(columns) != 1:
         return None, f"{b.buffer.name} has {len(columns)} axes of its own, and instructions take one"
-    depth = [x for x in c.reduce.axes if all(_along(y, x) for y in p.operands)]  # type: ignore[arg-type]
+    beside = all(_along(y, columns[0]) for y in filters)
+    depth = [x for x in c.reduce.axes if all(_along(y, x) for y in (*images, *(() if beside else filters)))]
     if len(depth) != 1:
         return None, f"{a.buffer.name} and {b.buffer.name} are contiguous along no axis that both are summed over"
     for x in (*images, *filters):
@@ -394,7 +396,8 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
         ("math", Word("warpgroup", (t.groups,))),
         ("registers", REGISTERS[t.groups]),
     )
-    slab = Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * x.step))))
+    across = t.n if _along(x.filters[0], x.columns) else x.step
+    slabs = [Operand("smem", (("by", "tma"), ("swizzle", swizzled(2 * n)))) for n in (x.step, across)]
     site = Site(
         (x.name,),
         (
@@ -402,7 +405,7 @@ def _schedule(x: Moved, plan: Plan, gpu: Gpu, gathered: bool) -> Schedule:
             (x.columns.name, (Factor("inst.n", t.n),)),
             (depth, (Factor("reg", x.step // 16), Factor("inst.k", 16))),
         ),
-        tuple((called(o), slab) for o in (*x.images, *x.filters)),
+        (*((called(o), slabs[0]) for o in x.images), *((called(o), slabs[1]) for o in x.filters)),
         plan.instruction.name,
     )
     return Schedule(

@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from terrazzo.hw.gpu import Gpu
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.sites import Product
+from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop_to_tile.candidate import Rewrite
 from terrazzo.rules.loop_to_tile.products import boxes, taps
 from terrazzo.rules.loop_to_tile.products.forms import columns_merged
@@ -46,8 +47,7 @@ class Form:
 
 def boxed(kernel: l.Kernel, p: Product, gpu: Gpu) -> list[tuple[float, Form, boxes.Plan]]:
     """The ways to run a product in boxes, as a whole or in pieces, with their nanoseconds, best first."""
-    form = image_form(kernel, p, gpu)
-    forms = [form, *_in_pieces(form, gpu)] if form is not None else []
+    forms = [y for x in image_forms(kernel, p, gpu) for y in (x, *_in_pieces(x, gpu))]
     return sorted(((time, x, plan) for x in forms for time, plan in x.plans(gpu)), key=lambda way: way[0])
 
 
@@ -67,12 +67,22 @@ def _in_pieces(form: Form, gpu: Gpu) -> Iterator[Form]:
             yield Form(form.copies, moved, (*form.rewrites, ("split", x.kernel, (part, rest))), (rest,))
 
 
-def image_form(kernel: l.Kernel, p: Product, gpu: Gpu) -> Form | None:
-    """A product in such a form, with filters along one axis; None where it has none."""
+def image_forms(kernel: l.Kernel, p: Product, gpu: Gpu) -> Iterator[Form]:
+    """A product in such forms, with filters along one axis: those that lie beside each other along it, as of images'
+    gradients, are copied or read as they lie.
+    """
     whole = columns_merged(kernel, p)
-    *copies, form = packed(whole) if gpu.warpgroups else (whole,)
-    moved = boxes.moved(form)[0]
-    if moved is None:
-        return None
-    rewrites: tuple[Rewrite, ...] = (("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
-    return Form(tuple(copies), moved, rewrites)
+    ways = [packed(whole), packed(whole, _own(whole))] if gpu.warpgroups else [(whole,)]
+    for *copies, form in dict.fromkeys(ways):
+        if (moved := boxes.moved(form)[0]) is not None:
+            rewrites: tuple[Rewrite, ...] = (("merge_axes", kernel, (whole,)), ("packed", whole, (*copies, form)))
+            yield Form(tuple(copies), moved, rewrites)
+
+
+def _own(kernel: l.Kernel) -> frozenset[Any]:
+    """The axis that one of two factors has to itself: of those of which each has some, the one that has one."""
+    p = product(kernel)
+    if p is None or len(p.sites) != 1:
+        return frozenset()
+    first, second = p.factors(p.sites[0])
+    return min((frozenset(kernel.axes) & (x.free - y.free) for x, y in ((first, second), (second, first))), key=len)

@@ -27,10 +27,10 @@ LEAST = 16
 
 
 @remembered
-def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
+def packed(kernel: l.Kernel, beside: frozenset[Any] = frozenset()) -> tuple[l.Kernel, ...]:
     """Copies of the factors of a sum of products that are not contiguous along the longest axis that both are summed
     over, or of which rows along it do not all begin at multiples of 16 bytes, as those of a slice of channels, and
-    `kernel`, which reads these. Rows of copies do.
+    `kernel`, which reads these. Rows of copies do. Those that lie so along one of the axes `beside` are not copied.
 
     @loop
     def f(x: f32[2, 9, 3], w: f32[4, 9]):
@@ -76,7 +76,7 @@ def packed(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
     if not shared:
         return (kernel,)
     depth = max(shared, key=lambda a: (a.extent >= LEAST, all(_contiguous(x, a) for x in loads), a.extent))
-    return _copied(kernel, {x: depth for x in loads if not _evenly(x, depth)})
+    return _copied(kernel, {x: depth for x in loads if not any(_evenly(x, a) for a in (depth, *(beside & x.free)))})
 
 
 def _evenly(x: l.Load, axis: Any) -> bool:
