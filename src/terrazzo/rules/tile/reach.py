@@ -248,10 +248,14 @@ class Visits:
 
 def last_step(c: Contraction, outside: Collection[Any]) -> IntExpr | None:
     """The condition, which is >= 0, under which a factor that is loaded is not 0: that steps of the first axis are no
-    later than axes `outside` of tiles say. None where there is no such one, or several.
+    later than axes `outside` of tiles say. None where there is no such one, or several. (Where a tensor ends is none:
+    a border is few steps.)
     """
     first, *_ = c.reduce.axes
     found: Any = {e for x in c.operands if isinstance(x, l.Load) for e in x.inside if coefficient(e, first) == -1}
+    for x in c.operands:
+        if isinstance(x, l.Load):
+            found -= {n - 1 - i for i, n in zip(x.index, x.buffer.type.shape, strict=True)}
     ends = [e for e in found if e.free <= {first, *outside}]
     return ends[0] if len(ends) == 1 and math.prod(a.extent for a in ends[0].free - {first}) <= TOLD else None
 
