@@ -16,6 +16,7 @@ from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.plan import Order, Plan, Reach
 from terrazzo.rules.loop.layout import phases
 from terrazzo.rules.loop.layout.lookups import stored_first
+from terrazzo.rules.loop_to_tile.products import image_forms, product_candidates
 
 Options = dict[str, Any]
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Options, float]] = {
@@ -65,4 +66,24 @@ def test_a_phase_visits_the_taps_that_it_sees(monkeypatch: Any, name: str, dtype
     seen = np.isfinite(exact)
     assert not seen.all() and (np.isfinite(ours) == seen).all()
     off, off_eager = (math.sqrt(np.square(x[seen] - exact[seen]).mean()) for x in (ours, eager))
+    assert off <= 2 * off_eager
+
+
+def test_blocks_that_share_taps_may_have_none(monkeypatch: Any) -> None:
+    """Eight phases see 1 to 8 of 3 x 3 x 3 taps, which eight blocks share, one each: 27 of 64 have one."""
+
+    def in_pieces(*args: Any) -> Any:
+        return [way for way in image_forms.boxed(*args) if way[1].rest]
+
+    monkeypatch.setattr(phases, "stored_first", always)
+    monkeypatch.setattr(product_candidates, "boxed", in_pieces)
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 64, 4, 4, 4).bfloat16(), torch.randn(64, 32, 3, 3, 3).bfloat16()
+    x = x.to(memory_format=torch.channels_last_3d)
+    options = {"stride": 2, "padding": 1, "output_padding": 1}
+    found, costs = programs.lowered(lambda x, w: F.conv_transpose3d(x, w, **options), (x, w), "sm_90a"), Costs()
+    ours = found.simulated(costs=costs)[0].astype(np.float64)
+    assert {lanes for s, (_, lanes) in costs.issues.items() if isinstance(s, k.TensorLoad)} == {27}
+    exact, eager = found.fn(*(x.double() for x in found.args)).numpy(), found.fn(*found.args).double().numpy()
+    off, off_eager = (math.sqrt(np.square(y - exact).mean()) for y in (ours, eager))
     assert off <= 2 * off_eager
