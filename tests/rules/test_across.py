@@ -14,13 +14,15 @@ from tests.kernels.programs import lowered
 from terrazzo import pipelines
 from terrazzo.front.capture import capture
 from terrazzo.hw.gpu import GPUS
+from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.layout import phases
-from terrazzo.rules.loop.layout.across import turned_after
+from terrazzo.rules.loop.layout.across import read_across, turned_after
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop_to_tile.products import boxes
 
@@ -142,3 +144,39 @@ def test_rows_that_the_cache_makes_whole_are_stored_at_once(name: str) -> None:
     more = {"padding": 1} if fn is F.conv_transpose2d else {}
     found = chosen(fn, image, filters, **options, **more)
     assert not any(e.rule == "turned_after" and e.fired for e in found.log.events)
+
+
+CROPPED = """
+@loop
+def f(x: f32[3, 8]):
+    with kernel('t_whole', t_whole=f32[3, 8]):
+        for a0 in free(3):
+            for a1 in free(8):
+                in0 = x[a0, a1]
+                v0 = exp(in0)
+                t_whole[a0, a1] = v0
+    with kernel('t', t=f32[3, 7]):
+        for a1 in free(7):
+            for a0 in free(3):
+                in0 = t_whole[a0, a1]
+                t[a0, a1] = in0
+    with kernel('y', y=f32[7]):
+        for a0 in free(7):
+            for r0 in reduce(3):
+                in0 = t[r0, a0]
+                acc0 <- sum(in0)
+            y[a0] = acc0
+    return (y,)
+"""
+
+
+def test_sums_read_what_a_copy_cuts_off_where_that_is_faster() -> None:
+    program: Any = parse(CROPPED)
+    whole, _, total = program.steps
+    through = read_across(program, Log(), {whole, total}, lambda steps: float(len(steps)))
+    assert [[b.name for b in s.reads] for s in through.steps] == [["x"], ["t_whole"]]
+    x = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    for one, other in zip(interpreter.run(program, {"x": x}), interpreter.run(through, {"x": x}), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert read_across(program, Log(), {whole, total}).steps == program.steps
+    assert read_across(program, Log(), {whole, total}, lambda steps: 1.0).steps == program.steps
