@@ -552,26 +552,6 @@ def test_products_in_bfloat16_are_called_where_a_processor_multiplies_such(
     assert calls(fn, *short, target="cpu", libraries="never") == []
 
 
-@pytest.mark.parametrize(
-    ("fn", "shapes", "called"),
-    [
-        (torch.nn.functional.linear, [(128, 512), (1024, 512), (1024,)], ["addmm"]),
-        (torch.nn.functional.linear, [(64, 1024), (1024, 1024), (1024,)], []),
-        (torch.matmul, [(256, 256), (256, 256)], []),
-        (lambda x, y: x.mT @ y, [(2048, 64), (2048, 512)], ["mm"]),
-        (torch.matmul, [(32, 128, 128), (32, 128, 128)], ["bmm"]),
-        (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [(8, 512, 64)] * 3, []),
-        (lambda q, k, v: ((q @ k.mT).softmax(-1), (q @ k.mT).softmax(-1) @ v), [(8, 512, 64)] * 3, ["bmm", "bmm"]),
-        (lambda x, w, v: (x @ w).relu() @ v, [(256, 512), (512, 1024), (1024, 512)], ["mm", "mm"]),
-    ],
-)
-def test_large_products_in_float32_are_called_on_a_processor(fn: Any, shapes: Any, called: list[str]) -> None:
-    """But those of scores that nobody else reads are one kernel, which keeps these."""
-    given = [meta(*shape, dtype=torch.float32) for shape in shapes]
-    assert calls(fn, *given, target="cpu") == [f"aten.{name}.default" for name in called]
-    assert calls(fn, *given, target="cpu", libraries="never") == []
-
-
 @pytest.mark.parametrize(("side", "called"), [(6, True), (7, False)])
 def test_largest_elements_of_windows_that_differ_are_called_on_a_processor(side: int, called: bool) -> None:
     x = meta(4, 64, 28, 28, dtype=torch.float32)
