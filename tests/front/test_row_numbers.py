@@ -51,12 +51,12 @@ def trained(run: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Te
         return [y.detach(), *torch.autograd.grad(loss, args)]
 
 
-def kept(run: Callable[..., Any], given: list[torch.Tensor], compiled: str = "") -> tuple[list[torch.Tensor], int]:
+def kept(run: Callable[..., Any], given: list[torch.Tensor], exactly: bool = False) -> tuple[list[torch.Tensor], int]:
     """The same as the two graphs of a partition compute it, and how many numbers of rows the first one keeps."""
     rows: list[int] = []
 
     def apart(joint: Any, inputs: Any, **options: Any) -> Any:
-        forward, backward = partition(joint, inputs, wide=True, **options)
+        forward, backward = partition(joint, inputs, wide=True, exactly=exactly, **options)
         (output,) = forward.graph.find_nodes(op="output")
         shapes = [tuple(y.meta["val"].shape) for y in output.args[0] if isinstance(y, torch.fx.Node)]
         rows.append(sum(s[-2:] == (TOKENS, 1) for s in shapes))
@@ -90,6 +90,26 @@ def test_rows_of_which_all_is_hidden_weigh_all_keys_alike(
     for a, b, c in zip(ours, eager, right, strict=True):
         mine, theirs = (float((x.double() - c).abs().square().mean().sqrt()) for x in (a, b))
         assert mine <= 2 * max(theirs, torch.finfo(dtype).eps * float(c.abs().square().mean().sqrt()))
+
+
+def test_rows_of_gradients_add_up_to_nothing_where_that_is_asked_for() -> None:
+    """What keys have in common is multiplied by such a sum: there, the rounding of results is the error of queries'
+    gradients, as it is in PyTorch's own kernels, but not where weights are kept.
+    """
+    torch.manual_seed(0)
+    wide, common = (2, 2, TOKENS, WIDTH), torch.randn(3, WIDTH)
+    given = [(0.2 * torch.randn(wide) + x).bfloat16() for x in (common[0] * 0, common[1] * 2, common[2])]
+
+    def written_out(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.transpose(-1, -2) * WIDTH**-0.5, -1) @ v
+
+    def error(found: list[torch.Tensor]) -> float:
+        return float((found[1].double() - right[1]).norm() / right[1].norm())
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        right = trained(F.scaled_dot_product_attention, [x.double() for x in given])
+        rounded, exact = (kept(lambda *x: F.scaled_dot_product_attention(*x), given, way)[0] for way in (False, True))
+    assert error(exact) <= error(trained(written_out, given)) < error(rounded) / 2
 
 
 @pytest.mark.parametrize(("mask", "numbers"), [("none", 1), ("causal", 1), ("places", 1), ("bias", 2)])

@@ -151,9 +151,10 @@ def test_a_graph_of_several_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are symbols, and what is compiled for one set of them says nothing of its inputs."""
     counts: list[int] = []
 
-    def watched(gm: Any, inputs: Any) -> None:
-        unround_weights(gm, inputs)
+    def watched(gm: Any, inputs: Any) -> bool:
+        found = unround_weights(gm, inputs)
         counts.append(len(gm.graph.find_nodes(op="call_function", target=product)))
+        return found
 
     def refuse(*_: Any) -> Any:
         raise dynamo._Refused
@@ -165,6 +166,22 @@ def test_a_graph_of_several_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     for tokens in (24, 40):
         trained(run, [torch.randn(2, 3, tokens, 16).bfloat16() for _ in range(3)])
     assert counts == [2, 2]
+
+
+@pytest.mark.parametrize("fn", [plain, F.scaled_dot_product_attention])
+def test_rows_of_their_gradients_add_up_to_nothing(fn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in eager mode, where weights are kept; PyTorch's own kernels round what these rows are summed from."""
+    asked: list[bool] = []
+
+    def watched(joint: Any, inputs: Any, *, exactly: bool, **options: Any) -> Any:
+        asked.append(exactly)
+        raise dynamo._Refused
+
+    monkeypatch.setattr(dynamo, "partition", watched)
+    torch._dynamo.reset()
+    run = torch.compile(lambda q, k, v: fn(q, k, v), backend=dynamo.terrazzo, options={"target": "sm_90a"})
+    trained(run, [torch.randn(SHAPE).bfloat16() for _ in range(3)])
+    assert asked == [fn is plain]
 
 
 def test_long_chains_of_sums_are_looked_at_once() -> None:

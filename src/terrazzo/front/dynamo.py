@@ -113,8 +113,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     unfold_by_views(gm)
     where = _resolved(example_inputs, options)
     trains = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs)
-    if trains and where and target(where.target).gpu:
-        unround_weights(gm, example_inputs)
+    rounded = bool(trains and where and target(where.target).gpu) and unround_weights(gm, example_inputs)
     try:
         with attention_traced(called), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
             compiled = aot_module_simplified(
@@ -124,7 +123,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
                 bw_compiler=torch._dynamo.disable(backward),  # called, and what it made, within code that dynamo traces
                 inference_compiler=inference,
                 decompositions=table(),
-                partition_fn=partial(partition, wide=where is not None and 4 in chained_sizes(where)),
+                partition_fn=partial(partition, wide=where is not None and 4 in chained_sizes(where), exactly=rounded),
                 keep_inference_input_mutations=True,
             )
             traced = True

@@ -16,9 +16,10 @@ from terrazzo.front.row_numbers import keep_row_numbers
 from terrazzo.front.spread import spread_out
 
 
-def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) -> tuple[Any, Any]:
+def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = False, **options: Any) -> tuple[Any, Any]:
     """The forward and the backward graph of a joint one: a `partition_fn` for AOTAutograd. `wide`: weights in 32 bits
-    are computed in the kernel that multiplies them.
+    are computed in the kernel that multiplies them. `exactly`: rows of scores' gradients add up to 0, as they do where
+    their weights are kept.
     """
     import torch
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -33,7 +34,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) ->
     softmaxes = [x for x in again if x.target == torch.ops.aten._softmax.default]
     drawn, worth = drop_by_places(joint.graph, softmaxes)
     again = computed_again(joint.graph, wide, worth) if worth else again
-    kept, more = keep_row_numbers(joint.graph, softmaxes, worth)
+    kept, more = keep_row_numbers(joint.graph, softmaxes, worth, exactly)
     for node in ((again | worth) & {*joint.graph.nodes}) | more | nothing:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     for node in kept | drawn:

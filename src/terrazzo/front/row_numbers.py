@@ -32,10 +32,13 @@ class Gradient:
     rows: Any
 
 
-def keep_row_numbers(graph: Any, softmaxes: Iterable[Any], worth: Collection[Any] = ()) -> tuple[set[Any], set[Any]]:
+def keep_row_numbers(
+    graph: Any, softmaxes: Iterable[Any], worth: Collection[Any] = (), exactly: bool = False
+) -> tuple[set[Any], set[Any]]:
     """Have the gradients of some softmaxes in a joint graph computed from a number for each row, where what the rows
     are summed to is a product; the nodes that are to be kept, and those to be computed again. Weights may be multiplied
-    by what each is `worth`, where some are dropped.
+    by what each is `worth`, where some are dropped. The second number is made of rounded results, as PyTorch's own
+    kernels have it, or `exactly`.
 
     Not where values are float16: weights are rounded to what they are multiplied with, and of an exponential of any
     difference nobody knows that it has so small a range. And not where heads in float32 are wider than `HEAD`: they
@@ -48,14 +51,16 @@ def keep_row_numbers(graph: Any, softmaxes: Iterable[Any], worth: Collection[Any
     for found in [x for node in graph.nodes if (x := _gradient(node)) is not None]:
         results = _results(found, worth) if found.softmax in wanted else None
         if results is not None and _exact(results[1]):
-            _rewrite(graph, found, *results, kept, again)
+            _rewrite(graph, found, *results, exactly, kept, again)
     if kept:
         graph.eliminate_dead_code()
         graph.lint()
     return {x for x in kept if x in graph.nodes}, {x for x in again if x in graph.nodes}
 
 
-def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set[Any], again: set[Any]) -> None:
+def _rewrite(
+    graph: Any, found: Gradient, gradient: Any, results: Any, exactly: bool, kept: set[Any], again: set[Any]
+) -> None:
     """A softmax and its gradient, in place."""
     import torch
 
@@ -76,14 +81,18 @@ def _rewrite(graph: Any, found: Gradient, gradient: Any, results: Any, kept: set
     moved = before.add(aten.sub.Tensor, scores, top) if apart else scores
     above = before.add(aten.sub.Tensor, moved, rows)
     weights = before.add(aten.exp.default, above)
-    stored, more = _kept_results(graph, results, again)
+    made = _made(results, whole)
+    exactly &= not any(
+        x.target == aten.mul.Tensor for x in made
+    )  # of dropped weights another kernel would keep them all
+    stored, more = _kept_results(graph, results, made if exactly else set(), again)
     last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
     end = last.add(aten.mul.Tensor, weights, last.add(aten.sub.Tensor, found.above, summed))
     found.end.replace_all_uses_with(end)
     whole.replace_all_uses_with(weights)
-    kept |= {rows, stored, *([top] if apart else [])}
+    kept |= {rows, *stored, *([top] if apart else [])}
     again |= {above, weights, *([moved] if apart else [])}
 
 
@@ -126,8 +135,10 @@ def _constant(node: Any) -> set[Any]:
     return _constant(node.args[1]) | _constant(node.args[2]) if node.target == aten.where.self else {None}
 
 
-def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[Any, Any]:
-    """What is kept of results, rounded where others want them so, and the results made of it."""
+def _kept_results(graph: Any, results: Any, made: set[Any], again: set[Any]) -> tuple[set[Any], Any]:
+    """What is kept of results, rounded where others want them so, and the results made of it. Nothing is where they
+    are `made` again, and so are not rounded.
+    """
     import torch
 
     aten = torch.ops.aten
@@ -137,12 +148,25 @@ def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[Any, Any]:
     casts = [x for node in seen for x in node.users if x.target == aten._to_copy.default]
     rounded = next((x for x in casts if x.meta["val"].dtype.itemsize == 2), None)
     if rounded is None:
-        return results, results
+        return {results}, results
+    if made:
+        again |= made
+        return set(), results
     after = Nodes(graph, rounded.next)
     wide = after.add(aten._to_copy.default, rounded, dtype=results.meta["val"].dtype)
     whole = after.add(aten.view.default, wide, [*results.meta["val"].shape])
     again |= {wide, whole}
-    return rounded, whole
+    return {rounded}, whole
+
+
+def _made(results: Any, softmax: Any) -> set[Any]:
+    """The results, and what becomes of a softmax on its way to them."""
+    found = {results}
+    node = results.args[0]
+    while node is not softmax and node.op == "call_function":
+        found.add(node)
+        node = node.args[0]
+    return found
 
 
 def _exact(product: Any) -> bool:

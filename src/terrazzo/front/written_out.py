@@ -24,10 +24,10 @@ WEIGHTS = (*COPIES, *VIEWS, "mul", "masked_fill", "where", "dropout")
 IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 
 
-def unround_weights(gm: Any, inputs: Sequence[Any]) -> None:
+def unround_weights(gm: Any, inputs: Sequence[Any]) -> bool:
     """Have the softmaxes of a graph of Dynamo's that lie between two products in 16 bits computed in 32 bits, where
-    nobody else reads scores or weights, and what is done to them wants no gradients. Heads are at most as wide as those
-    whose gradients are chains of products.
+    nobody else reads scores or weights, and what is done to them wants no gradients; whether there are such. Heads are
+    at most as wide as those whose gradients are chains of products.
     """
     unknown = {}  # what a graph for one of several shapes no longer says of its inputs
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -51,6 +51,7 @@ def unround_weights(gm: Any, inputs: Sequence[Any]) -> None:
             node.op, node.target = "call_function", product
     if found:
         gm.recompile()
+    return bool(found)
 
 
 def product(equation: str | None, dtype: Any, weights: bool, one: Any, other: Any) -> Any:
