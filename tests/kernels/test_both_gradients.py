@@ -227,7 +227,7 @@ def test_sums_of_what_chains_store_go_inside() -> None:
 
 def test_heads_that_share_keys_are_rounds() -> None:
     """Gradients of keys and values are summed over all heads in one kernel, and none is stored in 32 bits."""
-    q, kv = (1, 8, 192, 64), (1, 4, 192, 64)
+    q, kv = (1, 8, 384, 64), (1, 4, 384, 64)
 
     def fn(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
