@@ -21,17 +21,17 @@ class Warpgroups:
     is read and written at, and `cache` what leaves the cache for all of them. Results leave a block at `gathered`
     through shared memory in boxes, and for each subtile more than those of 64 columns would be takes `emptied` until a
     slot is free; at `rows` where threads take them from there one by one, and at `direct` from registers. A kernel
-    takes `fill` until its first step, and `drain` for each tile beside its products and what its results take: nothing
-    is multiplied until the next tile's first products are there. One of clusters takes `cluster` more, and one of
-    partial sums `part` more and `states` times as long for these as the cache would need. `flying` bytes must be on
-    their way in a processor for its share of the memory's rate. Rows that begin anywhere in the cache's lines take
-    `straddling` times as long: where no more than every other processor fetches, and otherwise, since two processors
-    share their way to the cache. Blocks of a cluster that share sums take `meeting` until all have theirs, and a block
-    then gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of its time more; of what
-    they fetch more than once of the larger operand, all take `again` bytes; `clusters` has how many clusters of so many
-    blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and `meeting` where factors are
-    parts; these come from memory at `parts_memory`. The cache `keeps` an operand of so many bytes until it is read
-    again. A row of a slab beyond the end of an operand takes `empty`, where the slab has many.
+    takes `fill` until its first step, and `drain` for each 64 columns of a tile beside its products and what its
+    results take: nothing is multiplied until the next tile's first products are there. One of clusters takes `cluster`
+    more, and one of partial sums `part` more and `states` times as long for these as the cache would need. `flying`
+    bytes must be on their way in a processor for its share of the memory's rate. Rows that begin anywhere in the
+    cache's lines take `straddling` times as long: where no more than every other processor fetches, and otherwise,
+    since two processors share their way to the cache. Blocks of a cluster that share sums take `meeting` until all have
+    theirs, and a block then gives and takes `given` bytes; for each beyond two of them everything takes `sharing` of
+    its time more; of what they fetch more than once of the larger operand, all take `again` bytes; `clusters` has how
+    many clusters of so many blocks run at once. `parts_states` and `parts_meeting` are in the places of `states` and
+    `meeting` where factors are parts; these come from memory at `parts_memory`. The cache `keeps` an operand of so many
+    bytes until it is read again. A row of a slab beyond the end of an operand takes `empty`, where the slab has many.
     """
 
     rate: float
@@ -104,7 +104,7 @@ class Gpu:
 
 H200 = Warpgroups(
     rate=1027000, sustained=830000, single=13.0, parts=(930000, 26.0), step=6.0, latency=975.0, shared=122.0,
-    cache=12000.0, gathered=53.0, emptied=90.0, rows=47.0, direct=78.0, fill=710.0, drain=295.0, cluster=690.0,
+    cache=12000.0, gathered=53.0, emptied=90.0, rows=47.0, direct=78.0, fill=775.0, drain=230.0, cluster=690.0,
     part=1370.0, states=6.8, flying=52000.0, read=18.0, after=120.0, straddling=(1.5, 2.17), meeting=600.0,
     sharing=0.006, given=40.0, again=10000.0, clusters=((2, 66), (4, 30), (8, 15)), parts_memory=2500.0,
     parts_states=2.0, parts_meeting=1000.0, banks=243.0, keeps=32e6, empty=0.55,
@@ -112,7 +112,7 @@ H200 = Warpgroups(
 """What a machine of 1.9 GHz does by its data sheet: `rate`, `banks` (128 bytes a clock) and `shared` (64). The others
 are fitted to 4,238 schedules of 150 products of bf16 (benchmarks/fits: h200-tiles, h200-shared, h200-order, h200-rows,
 h200-walks, h200-turns, and 283 candidates that were not kept), by how far they are off and by how much is lost where
-they choose: 1.4 % of h200-tiles.json, 1.2 of h200-shared.json, 1.5 of h200-order.json, 4 of h200-rows.json, 1.7 of
+they choose: 1.5 % of h200-tiles.json, 1.2 of h200-shared.json, 1.5 of h200-order.json, 4 of h200-rows.json, 1.7 of
 h200-turns.json, and 3.7 of h100-small.json, which was not fitted to. 4096 products of 64 cubed say the same of `drain`:
 124 tiles of 64 x 16 to a processor took 41.8 us, 0.34 each. What takes most of a step is no maximum but what several
 things take that go on at once (AT_ONCE). `sustained`, and what power costs beyond it (POWER), are what long

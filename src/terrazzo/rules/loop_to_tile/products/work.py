@@ -17,6 +17,8 @@ STEP = 64
 """Elements of k in a step: 128 bytes, the widest swizzle."""
 LINE = 128
 """Bytes of a line of the cache."""
+COLUMNS = 64
+"""Of narrower tiles less is waited for between two of them: 20,000 products of 32 cubed took 0.36 us a tile in all."""
 PAIRED = 1.013
 """How much faster parts are multiplied of which a half comes to both blocks of a cluster: their slabs are all that the
 cache can give (benchmarks/fits/h200-parts-tiles.json).
@@ -108,7 +110,7 @@ def clock(work: Work, gpu: Gpu) -> Callable[[int, int], float]:
     multiplying = arithmetic if work.alone else arithmetic / 2
     alone = max(work.fetched / has.shared, (work.read + work.held) / has.banks)
     memory = has.parts_memory if work.parts else gpu.memory
-    results = work.m * work.n * work.results / work.rate + work.after + has.drain
+    results = work.m * work.n * work.results / work.rate + work.after + has.drain * min(1.0, work.n / COLUMNS)
     begin = has.fill + (has.cluster if blocks > 1 and not work.shared else 0)
 
     def time(tiles: int, steps: int) -> float:
