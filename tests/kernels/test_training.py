@@ -140,7 +140,7 @@ def test_in_32_bits_sums_of_other_lengths_are_in_no_chain() -> None:
 
 def test_steps_that_a_mask_hides_are_not_visited() -> None:
     """Keys after a query, and queries before a key: in every chain, whose steps overlap."""
-    args = tensors(*((1, 8, 320, 64),) * 4)
+    args = tensors(*((1, 8, 384, 64),) * 4)
     found = lowered(gradients(causal), args, "sm_90a")
     reaches = plans(found, Reach)
     assert [bool(x.since) for x in reaches] == [False, False, True]
