@@ -82,10 +82,8 @@ def _rewrite(
     above = before.add(aten.sub.Tensor, moved, rows)
     weights = before.add(aten.exp.default, above)
     made = _made(results, whole)
-    exactly &= not any(
-        x.target == aten.mul.Tensor for x in made
-    )  # of dropped weights another kernel would keep them all
-    stored, more = _kept_results(graph, results, made if exactly else set(), again)
+    dropped = any(x.target == aten.mul.Tensor for x in made)  # for a second product all such weights would be stored
+    stored, more = _kept_results(graph, results, made if exactly and not dropped else set(), again)
     last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])

@@ -206,7 +206,7 @@ class Pipeline:
                 self.pass_turn()  # what the next team begins comes behind what is open
             self.builder.add(k.WaitGroups(0, "wgmma"))
         for ring in late:
-            self.builder.where([self.visited - 1], lambda ring=ring: self.free(ring, self.visited - 1))  # type: ignore[misc]
+            self.builder.where([self.visited - 1], partial(self.free, ring, self.visited - 1))
 
     def overlapped(self) -> None:
         """The scores of the next step are begun before this step's weights are multiplied, which goes on while the next
