@@ -328,7 +328,7 @@ class Trained(torch.nn.Module):
 def test_training_steps_change_their_state(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the backward graph is given the old value, and computes `again` what was made of it."""
 
-    def partition(joint: Any, inputs: Any, *, wide: bool = False, **options: Any) -> Any:
+    def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = False, **options: Any) -> Any:
         for node in joint.graph.nodes:
             if node.target == torch.ops.aten.mul.Tensor and node.args[1] == 2:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
