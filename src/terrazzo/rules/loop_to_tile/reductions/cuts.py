@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.hw.gpu import Gpu
+from terrazzo.ir import nest as n
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Like, Schedule
@@ -28,9 +30,9 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) 
     """Into how many pieces the reductions of a kernel are cut, by what the model says of both ways: 1 where it cannot
     be, or is not worth it.
 
-    A block reads as fast as a processor's share of the memory at most, so many blocks are faster than few. Pieces take
-    a launch more, and their states are written and read; so many kernels come `before` that would not otherwise. Where
-    a piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
+    A block reads and computes as fast as a processor's share at most, so many blocks are faster than few. Pieces take a
+    launch more, and their states are written and read; so many kernels come `before` that would not otherwise. Where a
+    piece has a state for one reduction after the other, `together`, it is short enough to be read from memory once.
     """
     rows, inner, top = parts(kernel)
     if not top or len({tuple(map(size_of, r.axes)) for r in top}) > 1:
@@ -40,8 +42,7 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) 
     chosen = reduction(kernel, gpu, whole=False)
     blocks = _blocks(chosen)
     first = [r for r in top if not any(x in top for x in topological(r.args))]
-    once, read = (sum(map(bytes_of, {x for r in found for x in loaded([r])})) for found in (first, top))
-    read = sum(sum(map(bytes_of, loaded([r]))) for r in top if r not in first) + once
+    once = sum(map(bytes_of, {x for r in first for x in loaded([r])}))
     rest = sum(map(bytes_of, _inside(kernel, inner)))
     far = together and not chosen.operands and once // blocks > NEAR
     most = max(ceil(BLOCKS * gpu.processors, blocks), once // (blocks * NEAR) if far else 1)
@@ -50,12 +51,52 @@ def pieces(kernel: l.Kernel, gpu: Gpu, together: bool = False, before: int = 0) 
         return 1
     states = 8 * most * sum(math.prod(size_of(a) for a in rows if a in r.free) for r in top)
     launches = before + (1 if together or len(first) == len(top) else 2 * _stages(top) - 1) + bool(rest)
-    share = gpu.memory / gpu.processors
+    walks = _walks(kernel, [name for name, _ in chosen.operands])
     stored = sum(bytes_of(l.Load(s.buffer, s.index)) for s in kernel.stores)
-    whole = once + stored if chosen.operands else (once if together and not far else read) + rest
-    cut = (once if together else read) / min(gpu.memory, blocks * most * share) + rest / gpu.memory
+    whole = once + rest if together and not far and not chosen.operands else sum(w.read for w in walks) + stored
+    operations = sum(w.operations for w in walks)
+    again = [w for w in _walks(kernel) if w.axis not in inner]
+    read = once if together else sum(w.read for w in again)
+    cut = _taken(read, sum(w.operations for w in again), blocks * most, gpu) + rest / gpu.memory
     cut += states / gpu.cache + launches * gpu.launch
-    return _even(length, most, unit(top)) if cut < whole / min(gpu.memory, blocks * share) else 1
+    return _even(length, most, unit(top)) if cut < _taken(whole, operations, blocks, gpu) else 1
+
+
+def _taken(read: int, operations: float, blocks: int, gpu: Gpu) -> float:
+    """Nanoseconds in which blocks read so many bytes and compute as much as so many additions."""
+    return max(read / gpu.memory, 2 * operations / gpu.fma) * max(1.0, gpu.processors / blocks)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Along an axis of rows: the bytes that are read at its steps, and the operations, in additions."""
+
+    axis: Any
+    read: int
+    operations: float
+
+
+def _walks(kernel: l.Kernel, kept: Sequence[str] = ()) -> list[_Walk]:
+    """What a row is walked for, by each reduction that others wait for and at its points, where threads have `kept`
+    elements of these buffers, and the summands of these reductions.
+    """
+    _, inner, top = parts(kernel)
+    sums = [r for name, r in n.accumulators(kernel).items() if name in kept and isinstance(r, l.Reduce)]
+    along: dict[Any, list[Any]] = {}
+    for r in top:
+        along.setdefault(r.axes[-1], []).extend(r.args)
+    for a in inner:
+        along.setdefault(a, []).extend(s.value for s in kernel.stores if a in s.free)
+    found, known = [], set[l.Buffer]()
+    for axis, terms in along.items():
+        made = {substitute(r.args[0], {r.axes[-1]: axis}) for r in sums if r.axes[-1] is not axis}
+        steps = topological(terms, stop={*top, *made}.__contains__)
+        mine = [x for x in steps if axis in x.free and x not in made]
+        loads = [x for x in mine if isinstance(x, l.Load) and x.buffer not in known]
+        known |= {x.buffer for x in loads if x.buffer.name in kept}
+        cost = sum(x.fn.cost * math.prod(map(size_of, x.free)) for x in mine if isinstance(x, l.Apply))
+        found.append(_Walk(axis, sum(map(bytes_of, loads)), cost))
+    return found
 
 
 def crowded(kernel: l.Kernel, gpu: Gpu) -> bool:
