@@ -1,7 +1,8 @@
-"""New nodes of a traced graph."""
+"""Nodes of a traced graph: new ones, and what some are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -25,3 +26,13 @@ class Nodes:
         with self.mode:
             made.meta["val"] = target(*values[0], **values[1])
         return made
+
+
+def behind(nodes: Iterable[Any]) -> dict[Any, None]:
+    """Nodes and all that they are made of."""
+    found = dict.fromkeys(nodes)
+    todo = list(found)
+    for node in todo:
+        todo += [x for x in node.all_input_nodes if x not in found]
+        found |= dict.fromkeys(node.all_input_nodes)
+    return found

@@ -3,7 +3,8 @@
 PyTorch's default is everything that the backward pass reads. Of attention in 16 bits that is weights in 32 bits, tokens
 times tokens of them, and q, k and v in 32 bits. They are computed again instead, from q, k and v in 16 bits: memory
 grows with the number of tokens, and products have factors in 16 bits. Of attention in 32 bits scores and weights are
-computed again from q and k, where a machine does so in one kernel. What is spread out of little is computed again, too.
+computed again from q and k, where a machine does so in one kernel. What is spread out of little is computed again, too,
+and so is a log-softmax.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from terrazzo.front.dropped import drop_by_places
+from terrazzo.front.log_softmax import keep_sums_of_rows
 from terrazzo.front.row_numbers import keep_row_numbers
 from terrazzo.front.spread import spread_out
 
@@ -25,8 +27,9 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
+    kept, more = keep_sums_of_rows(joint.graph, options["num_fwd_outputs"])
     again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
-    for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing):
+    for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing) | more:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
@@ -34,10 +37,10 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     softmaxes = [x for x in again if x.target == torch.ops.aten._softmax.default]
     drawn, worth = drop_by_places(joint.graph, softmaxes)
     again = computed_again(joint.graph, wide, worth) if worth else again
-    kept, more = keep_row_numbers(joint.graph, softmaxes, worth, exactly)
+    numbers, more = keep_row_numbers(joint.graph, softmaxes, worth, exactly)
     for node in ((again | worth) & {*joint.graph.nodes}) | more | nothing:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in kept | drawn:
+    for node in kept | numbers | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from terrazzo.front.nodes import behind
+
 LARGER = 8
 """How many times the bytes of what it is made of something has at least that is computed again."""
 LEAST = 1 << 20
@@ -37,10 +39,7 @@ def spread_out(graph: Any, results: int, nothing: Collection[Any]) -> set[Any]:
     if any(op._schema.is_mutable for op in ops) or any(x.is_impure(impure_random=False) for x in calls):
         return set()
     outputs = [x for x in graph.output_node().args[0][:results] if x is not None]
-    forward = dict.fromkeys(outputs)
-    for node in (todo := list(outputs)):
-        todo += [x for x in node.all_input_nodes if x not in forward]
-        forward |= dict.fromkeys(node.all_input_nodes)
+    forward = behind(outputs)
     found: set[Any] = set()
     late: set[Any] = set()  # what gradients have a part in
     little = _Little()
