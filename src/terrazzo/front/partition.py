@@ -31,6 +31,8 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
     for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing) | more:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    for node in kept:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
@@ -40,7 +42,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     numbers, more = keep_row_numbers(joint.graph, softmaxes, worth, exactly)
     for node in ((again | worth) & {*joint.graph.nodes}) | more | nothing:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in kept | numbers | drawn:
+    for node in numbers | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
 

@@ -114,11 +114,11 @@ class Form:
 
     @derived
     def bytes(self) -> float:
-        """Of all buffers."""
-        total = 0.0
-        for x in {x.buffer: x for x in self.accesses}.values():
-            total += math.prod(x.buffer.type.static_shape) * x.buffer.type.dtype.size
-        return total
+        """Of all buffers, or of what is read of one at fewer points, as of a table in which data says where."""
+        points: dict[l.Buffer, int] = {}
+        for x in self.accesses:
+            points[x.buffer] = points.get(x.buffer, 0) + math.prod(a.extent for a in x.free)
+        return float(sum(min(math.prod(b.type.static_shape), count) * b.type.dtype.size for b, count in points.items()))
 
     @derived
     def asked(self) -> dict[Any, tuple[int, int]]:
