@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from terrazzo.interp import loop as interpreter
+from terrazzo.ir import in_place
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.in_place import pairs
 from terrazzo.ir.node import topological
 from terrazzo.ir.text import parse
 from terrazzo.ir.verify import problem
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.memory import combined
+from terrazzo.rules.loop.memory import combined, lifetimes
 from terrazzo.rules.loop.memory.combined import combine_sooner
 from terrazzo.rules.loop.memory.lifetimes import in_use
 from terrazzo.targets import target
@@ -144,6 +147,26 @@ def test_what_is_summed_waits_as_one(out: object) -> None:
     inputs = {b.name: rng.standard_normal(b.type.static_shape).astype(np.float32) for b in program.inputs}
     for one, other in zip(interpreter.run(program, inputs), interpreter.run(found, inputs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_what_is_in_use_is_found_by_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps that a way makes it is asked only what its two kernels may store in place: it is as when all are."""
+    asked: list[int] = []
+    whole = lifetimes.pairs
+    monkeypatch.setattr(lifetimes, "pairs", lambda steps: asked.append(len(steps)) or whole(steps))
+
+    def compared(steps: Any, results: Any, *known: Any, **named: Any) -> list[int]:
+        before = len(asked)
+        found = in_use(steps, results, *known, **named)
+        assert len(asked) == before
+        assert found == in_use(steps, results)
+        return found
+
+    monkeypatch.setattr(combined, "in_use", compared)
+    monkeypatch.setattr(in_place, "WORTH", 0)
+    program = branches(8, pointwise(8))
+    found = combine_sooner(program, Log(), replace(RATES, launch=0.0, byte=0.0), 0)
+    assert len(found.steps) > len(program.steps) and pairs(found.steps)
 
 
 def test_products_that_are_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.attention import online, rounds
 from terrazzo.rules.loop.fusion import again, columns_reduced, order
 from terrazzo.rules.loop.fusion import fuse as fusion
+from terrazzo.rules.loop.fusion import inline as inlining
 from terrazzo.rules.loop.fusion.inline import rewrite_loads
 from terrazzo.rules.loop.precision import parts
 from terrazzo.rules.loop_to_tile import choose
@@ -440,6 +441,45 @@ def test_what_stands_in_several_reductions_is_rewritten_once() -> None:
 
     assert rewrite_loads(term, replace) is term
     assert len(seen) <= 1 + 2 * 20
+
+
+@pytest.mark.parametrize("place", ["[a0 + 1]", "[a0 - 1] if a0 >= 1 else 0"])
+def test_what_stores_have_in_common_is_moved_once(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four results of one long chain, read at another place: there the chain is made once, guards and all."""
+    rebuilt = Counter[str]()
+    for module in (node, inlining):
+
+        def count(x: Any, memo: Any, made: Any = module.rebuilt) -> Any:
+            rebuilt["nodes"] += 1
+            return made(x, memo)
+
+        monkeypatch.setattr(module, "rebuilt", count)
+    chain = "\n".join(f"            v{n + 1} = exp(v{n})" for n in range(100))
+    stores = ", ".join(f"y{n}=f32[9]" for n in range(4))
+    lines = "\n".join(f"            z{n} = mul(v100, f32({n + 2}.0))\n            y{n}[a0] = z{n}" for n in range(4))
+    loads = "\n".join(f"            in{n} = y{n}{place}" for n in range(4))
+    program = parse(f"""\
+@loop
+def f(x: f32[9]):
+    with kernel('y', {stores}):
+        for a0 in free(9):
+            in0 = x[a0]
+            v0 = exp(in0)
+{chain}
+{lines}
+    with kernel('out', out=f32[8]):
+        for a0 in free(8):
+{loads}
+            s0 = add(in0, in1)
+            s1 = add(s0, in2)
+            s2 = add(s1, in3)
+            out[a0] = s2
+    return (out,)
+""")
+    first, second = program.steps
+    made = inlining.inline(second, first)
+    assert set(made.reads) == set(program.inputs) and len(made.terms) > 100
+    assert rebuilt["nodes"] < 3 * 100
 
 
 def masked(count: int) -> str:

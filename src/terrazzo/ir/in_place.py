@@ -135,19 +135,22 @@ def taken_over(
     ahead: Callable[[Iterable[int], int], bool] | None = None,
     apart: Collection[l.Buffer] = (),
     given: Given = NOTHING_GIVEN,
+    last: Mapping[l.Buffer, int] | None = None,
 ) -> dict[l.Buffer, l.Buffer]:
     """What steps (of any IR) store in the memory of something else, with that, `among` what their terms allow. They go
     one after the other, or as `ahead` says, which is asked whether steps are through when another begins.
 
     That was written by a step before, and is used by none after, not even as a view that PyTorch has of it. What one of
     PyTorch's ops made becomes a result of the same type only; what is kept `apart` is left alone. What is `given` may
-    lie in the memory of an input, if none uses that afterwards.
+    lie in the memory of an input, if none uses that afterwards. The number of the `last` step that uses a buffer may be
+    known, which is all that is asked where nothing is `given` and steps go one after the other.
     """
     if not among and not given:
         return {}
     asked = {old for some in among.values() for old in some}.union(given.values())
-    uses: dict[l.Buffer, list[int]] = {b: [] for b in asked}
-    for n, s in enumerate(steps):
+    known = last if last is not None and ahead is None and not given else None
+    uses: dict[l.Buffer, list[int]] = {b: [] if known is None else [known[b]] for b in asked}
+    for n, s in enumerate(steps if known is None else ()):
         for b in asked.intersection((*s.reads, *s.writes)):
             uses[b].append(n)
     calls = [s for s in steps if isinstance(s, l.Call)]

@@ -354,11 +354,13 @@ def known_to_be(fn: Callable[[N], T], node: N, value: T) -> None:
     node.__dict__.setdefault(_kept_as(fn), value)
 
 
-def substitute(root: Any, mapping: Mapping[Any, Any]) -> Any:
+def substitute(root: Any, mapping: Mapping[Any, Any], memo: dict[Any, Any] | None = None) -> Any:
     """Replace nodes by nodes (or ints), everywhere below `root`. The images must not mention `Bound` variables of
-    `root`.
+    `root`. A `memo`, which begins as the mapping, has what was rebuilt for other roots.
     """
-    return _substituted(root, mapping, dict(mapping)) if isinstance(root, Node) and mapping else root
+    if not isinstance(root, Node) or not mapping:
+        return root
+    return _substituted(root, mapping, dict(mapping) if memo is None else memo)
 
 
 def substituted(roots: Iterable[Any], mapping: Mapping[Any, Any]) -> tuple[Any, ...]:

@@ -465,7 +465,7 @@ class _Fusion:
             self.order.drop(i)
 
     def _pinned(self, kernel: Instance) -> str:
-        return "pinned by materialize" if any(b.name in self.pinned for b in kernel.writes) else ""
+        return "pinned by materialize" if self.pinned and any(b.name in self.pinned for b in kernel.writes) else ""
 
     def _neighbours(self, i: int) -> list[int]:
         """Kernels that read what kernel i writes, or share an operand with it and are not far."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from terrazzo.ir.address import axis_digits, coefficient, digit
@@ -20,10 +20,11 @@ def inline(consumer: l.Kernel, producer: l.Kernel) -> l.Kernel:
     """`consumer` with every load of what `producer` stores replaced by the stored term."""
     stored = {s.buffer: s for s in producer.stores}
     binds = bool(producer.carried)
+    made: dict[Hashable, dict[Any, Any]] = {}
 
     def replace(load: l.Load) -> Any:
         store = stored.get(load.buffer)
-        return load if store is None else element(store, load.index, load.inside)
+        return load if store is None else element(store, load.index, load.inside, made)
 
     memo: dict[Node, Any] = {}  # stores have terms in common
     values = (rewrite_loads(s.value, replace, set(stored), binds, memo) for s in consumer.stores)
@@ -36,9 +37,18 @@ def unproved(kernels: Iterable[l.Kernel]) -> str:
     return next((f"it would not be proved right: {why}" for k in kernels if (why := kernel_problem(k))), "")
 
 
-def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, ...] = ()) -> Any:
-    """The term of the stored buffer's element at `index`, or 0 where a guard does not hold."""
-    value = substitute(store.value, {axis: at for axis, at in axes_at(store, index).items() if axis is not at})
+def element(
+    store: l.Store,
+    index: tuple[IntExpr, ...],
+    inside: tuple[IntExpr, ...] = (),
+    made: dict[Hashable, dict[Any, Any]] | None = None,
+) -> Any:
+    """The term of the stored buffer's element at `index`, or 0 where a guard does not hold. Stores have terms in
+    common: what was `made` of them for elements at the same place, or behind the same guards, is there already.
+    """
+    made = {} if made is None else made
+    axes = {axis: at for axis, at in axes_at(store, index).items() if axis is not at}
+    value = substitute(store.value, axes, made.setdefault(frozenset(axes.items()), dict(axes)))
     inside = tuple(e for e in inside if not at_least(e, 0))
     if not inside:
         return value
@@ -46,7 +56,7 @@ def element(store: l.Store, index: tuple[IntExpr, ...], inside: tuple[IntExpr, .
     if keeps_zero(value):
         return rewrite_loads(value, lambda load: guarded(load, inside), binds=binds)
     guard = lambda load: looked_up(load, inside) if in_bounds(load) else guarded(load, inside)  # noqa: E731
-    value = rewrite_loads(value, guard, binds=binds)
+    value = rewrite_loads(value, guard, binds=binds, memo=made.setdefault(inside, {}))
     return select(inside, _dividing_only(value, inside))
 
 

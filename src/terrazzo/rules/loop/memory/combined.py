@@ -17,8 +17,10 @@ from terrazzo.ir.contraction import contraction, nested_contraction
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr
+from terrazzo.ir.in_place import pairs
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.placeless import placeless
+from terrazzo.ir.regions import regions
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.cost import Rates, cost
@@ -143,8 +145,8 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
 
     left = LOSS
     for _ in range(ROUNDS):
-        users = _users(program.steps)
-        used = in_use(program.steps, program.results)
+        users, among, named = _users(program.steps), pairs(program.steps), regions(program.steps, program.results)
+        used = in_use(program.steps, program.results, among, named=named)
         most = max(used, default=0)
         if most < worth:
             break
@@ -157,7 +159,8 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
             steps = [*program.steps]
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
-            after = in_use(steps, program.results, uses=partial(_last_uses, users, way))
+            theirs = {b: old for b, old in among.items() if b not in way.rest.writes} | pairs((way.sooner, way.rest))
+            after = in_use(steps, program.results, theirs, partial(_last_uses, users, way), named)
             if (max(after), after.count(max(after))) < (most, used.count(most)):
                 found.append(((max(after), after.count(max(after)), more), way, steps))
         if not found:

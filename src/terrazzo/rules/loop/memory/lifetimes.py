@@ -157,12 +157,13 @@ def in_use(
     moved = [s for s in steps if s not in named.calls] if named.calls else steps
     pieces = named.pieces(moved) if named.calls else {}
     last = last_uses(moved) if named.calls else uses(steps)
+    taken = taken_over(moved, results, among, apart=named.touched, last=last)
     last |= dict.fromkeys(results, len(moved))
-    last |= {b: last[b] - 1 for b in taken_over(moved, results, among, apart=named.touched).values()}
+    last |= {b: last[b] - 1 for b in taken.values()}
     change = [0] * (len(moved) + 2)
     there: set[l.Buffer] = set()
     for k, s in enumerate(moved):
-        for b in dict.fromkeys(s.writes):
+        for b in s.writes:
             b, _ = named.of.get(b, (b, 0))
             if b in there:
                 continue
