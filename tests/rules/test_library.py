@@ -93,6 +93,10 @@ OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, i, y: x.scatter(0, i, y),
         (meta(5120, 5120), meta(5, 5120, dtype=torch.int64), meta(5, 5120)),
     ),
+    "a token copied to a cache": (
+        lambda x, i, y: x.index_copy(2, i, y),
+        (meta(8, 8, 4096, 128, dtype=BF16), meta(1, dtype=torch.int64), meta(8, 8, 1, 128, dtype=BF16)),
+    ),
     "a linear layer of bf16": (F.linear, (meta(512, 3584, dtype=BF16), meta(18944, 3584, dtype=BF16))),
     "a linear layer of f32": (F.linear, (meta(512, 3584), meta(18944, 3584))),
     "a small product of f32": (torch.mm, (meta(1024, 1024), meta(1024, 1024))),
@@ -619,6 +623,23 @@ def test_what_is_written_where_data_says_is_a_call_where_many_indices_are_compar
     assert [f.op for f in compiled.compiled.fallbacks if f.chosen] == ["aten.index_put.default"] * called
     masked = lambda x, chosen: x.index_put((chosen,), x.new_zeros(()))  # noqa: E731
     assert not terrazzo.compile(masked, x, x > 0, options={"cache_dir": cache}).compiled.fallbacks
+
+
+COPIED: dict[str, Callable[..., Any]] = {
+    "index_put": lambda x, i, y: x.index_put((i,), y),
+    "index_copy": lambda x, i, y: x.index_copy(0, i, y),
+    "index_reduce": lambda x, i, y: x.index_reduce(0, i, y, "amax"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [(name, n) for name in COPIED for n in (16384, 4) if (name, n) != ("index_reduce", 4)]
+)
+def test_rows_that_go_where_data_says_are_a_call_where_many_are_compared(name: str, tokens: int) -> None:
+    """Such as tokens on their way to experts."""
+    given, called = (meta(20481, 1024), meta(tokens, dtype=torch.int64), meta(tokens, 1024)), tokens > 4
+    for target in ("sm_90a", "cpu"):
+        assert calls(COPIED[name], *given, target=target) == [f"aten.{name}.default"] * called
 
 
 @pytest.mark.parametrize(("rows", "heads", "pairs", "called"), [(169, 3, 2401, False), (732, 12, 38809, True)])

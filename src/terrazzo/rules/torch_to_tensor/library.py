@@ -467,10 +467,7 @@ ON_A_PROCESSOR = (
 )  # fmt: skip
 """Families that are called on processors only, with their types."""
 FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
-    "aten.mm.default": ("product", _product),
-    "aten.addmm.default": ("product", _product),
-    "aten.bmm.default": ("product", _product),
-    "aten.baddbmm.default": ("product", _product),
+    **{f"aten.{name}.default": ("product", _product) for name in PRODUCTS},
     FORWARD: ("convolution", _convolution),
     BACKWARD: ("convolution", _convolution),
     "aten.cumsum.default": ("scan", _rows),
@@ -481,7 +478,8 @@ FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
     "aten.scatter_add.default": ("scatter", _written),
     "aten.scatter_reduce.two": ("scatter with", _written),
     "aten.index_add.default": ("index add", _added),
-    **dict.fromkeys(PUTS, ("index put", _passes)),
+    "aten.index_reduce.default": ("scatter with", _added),
+    **dict.fromkeys((*PUTS, "aten.index_copy.default"), ("index put", _passes)),
     "aten.embedding_dense_backward.default": ("embedding gradient", _passes),
     "aten.cat.default": ("cat", _passes),
     "aten.stack.default": ("cat", _passes),

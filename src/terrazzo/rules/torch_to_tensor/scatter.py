@@ -58,8 +58,9 @@ def compares_many(op: Aten) -> bool:
         count, shape = op.args[1].type.numel, (op.args[2], *x.shape[op.args[1].type.rank :])
         places = math.prod(shape)
     else:
-        index = op.args[2].type.static_shape or (1,)
-        count, places = index[normalize(op.args[1], len(index))] if x.rank else 1, math.prod(shape)
+        index, dim = op.args[2].type.static_shape or (1,), op.args[1]
+        count = index[normalize(dim, len(index))] if x.rank else 1
+        places = shape[normalize(dim, x.rank)] if x.rank and "index_copy" in op.name else math.prod(shape)
     return bool(places * count > max(ON_A_PROCESSOR[0], ON_A_PROCESSOR[1] * math.prod(shape)))
 
 
