@@ -48,6 +48,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "pieces of rows of 16 bits": (lambda x: x.cumsum(-1), (x(8192, dtype=torch.bfloat16),)),
     "pieces of several": (lambda x, y: x.cumsum(-1) / (1 + y.cumsum(-1)), (x(3, 8192), x(3, 8192).exp())),
     "pieces of positions": (lambda x: (x > 0).cumsum(-1), (x(2, 8192),)),
+    "odd pieces of columns": (lambda x: x.cumsum(0).exp(), (x(4099, 3) / 64,)),
+    "odd pieces of rows of 16 bits": (lambda x: x.cumsum(-1), (x(2, 4099, dtype=torch.bfloat16),)),
+    "odd pieces of several": (lambda x, y: x.cumsum(-1) / (1 + y.cumprod(-1)), (x(3, 4099), x(3, 4099).sigmoid())),
+    "odd pieces of log-sum-exp": (lambda x: x.logcumsumexp(0), (x(4099, 3),)),
+    "odd pieces of the best and where": (lambda x: x.cummax(-1), (few(2, 4099),)),
+    "odd pieces in a batch": (lambda x: x.cumsum(1), (x(2, 4099, 2),)),
     "short rows": (lambda x: x.cumsum(-1), (x(701, 3),)),
     "many short rows": (lambda x: x.cumsum(-1), (x(40, 6, 20),)),
     "columns": (lambda x: x.cumsum(0), (x(600, 70),)),
@@ -79,7 +85,9 @@ def test_it_means_what_its_steps_mean(name: str, seed: int | None) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-2 if rough else 1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((1 << 22,), 0), ((19, 131072), 1), ((131072, 19), 0)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((1 << 22,), 0), ((19, 131072), 1), ((131072, 19), 0), ((100003, 3), 0), ((3, 100003), 1)]
+)
 def test_few_rows_that_are_long_fill_a_gpu(shape: tuple[int, ...], dim: int) -> None:
     options = Options(target="sm_90a", libraries="never")
     done = lowering(capture(lambda x: x.cumsum(dim), (torch.empty(shape, device="meta"),)).program, options)

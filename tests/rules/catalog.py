@@ -234,6 +234,9 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:scanned_in_pieces": of(
         scans_in_pieces.scanned_in_pieces, kernels(lambda k: scans_in_pieces.scanned_in_pieces(k, 2))
     ),
+    "schedule:scanned_piece_by_piece": of(
+        scans_in_pieces.scanned_piece_by_piece, kernels(lambda k: scans_in_pieces.scanned_piece_by_piece(k, 2))
+    ),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
     "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),
     "schedule:share_rows": of(few_rows.share_rows, kernels(lambda k: (few_rows.share_rows(k),))),

@@ -35,7 +35,12 @@ from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
 from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans
 from terrazzo.rules.loop_to_tile.reductions.pieces import alone, in_pieces, meeting, partial_states, together
-from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import pieces, scanned_in_pieces
+from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import (
+    most_pieces,
+    pieces,
+    scanned_in_pieces,
+    scanned_piece_by_piece,
+)
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
@@ -92,8 +97,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         if (sharing := scans.shared(flat, gpu)) is not None:
             whole, bound, what = sharing
-            parts = scanned_in_pieces(flat, pieces(flat, bound, gpu))
-            yield from (x.after(flattened) for x in _scans_in_pieces(flat, parts, gpu, pinned, pick))
+            yield from (x.after(flattened) for x in _scans_in_pieces(flat, bound, gpu, pinned, pick))
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
         yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned, pick))
         form, own, why, rewrite = points(flat, gpu)
@@ -122,12 +126,18 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
 
 
 def _scans_in_pieces(
-    flat: l.Kernel, parts: Sequence[l.Kernel], gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
+    flat: l.Kernel, whole: Schedule, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
 ) -> Iterator[Candidate]:
     """Scans of rows that are few and long, in pieces over the grid, where that is faster by the model."""
-    if len(parts) > 1 and expected(parts, gpu) < expected([flat], gpu):
+    equal, most = pieces(flat, whole, gpu), most_pieces(flat, whole, gpu)
+    ways = {"scanned_in_pieces": scanned_in_pieces(flat, equal)}
+    if equal < most:
+        ways["scanned_piece_by_piece"] = scanned_piece_by_piece(flat, most)
+    known = {name: (expected(parts, gpu), parts) for name, parts in ways.items() if len(parts) > 1}
+    name, (time, parts) = min(known.items(), key=lambda x: x[1][0], default=("", (math.inf, ())))
+    if time < expected([flat], gpu):
         done = joined(pick(candidates(x, gpu, pinned, pick)) for x in parts)
-        yield done.after(("scanned_in_pieces", flat, tuple(parts)))
+        yield done.after((name, flat, tuple(parts)))
 
 
 def _alike(

@@ -68,7 +68,7 @@ def split(kernel: l.Kernel, reduces: Sequence[l.Reduce], pieces: int, unit: int 
         step = -(-last.extent // (pieces * unit)) * unit
         short = Var(l.fresh_name(), step)
         fresh = (*inner[:-1], short)
-        partial = l.Reduce.make(r.monoid, fresh, _moved(r, args, last, part * step + short))
+        partial = l.Reduce.make(r.monoid, fresh, moved(r, args, last, part * step + short))
         types = r.dtype if r.monoid.width > 1 else (r.dtype,)
         own = tuple(a for a in axes if a in r.free)
         loads = []
@@ -125,14 +125,16 @@ def pinned_split(kernel: l.Kernel, schedule: Schedule) -> tuple[l.Kernel, Schedu
     return first, bound, second
 
 
-def _moved(r: l.Reduce, args: Sequence[Any], axis: Var, to: IntExpr) -> tuple[Any, ...]:
-    """What is reduced at another place of an axis; beyond its end, where nothing is loaded, what changes nothing."""
-    moved, inside = [substitute(a, {axis: to}) for a in args], (axis.extent - 1 - to,)
+def moved(r: l.Reduce | l.Scan, args: Sequence[Any], axis: Var, to: IntExpr) -> tuple[Any, ...]:
+    """What is reduced or scanned at another place of an axis; beyond its end, where nothing is loaded, what changes
+    nothing.
+    """
+    there, inside = [substitute(a, {axis: to}) for a in args], (axis.extent - 1 - to,)
     if at_least(*inside, 0):
-        return tuple(moved)
+        return tuple(there)
     along = frozenset(to.free) if isinstance(to, Node) else frozenset()
-    found = [rewrite_loads(a, lambda load: guarded(load, inside) if along & load.free else load) for a in moved]
-    if r.monoid.name == "sum" and (contraction(r) is not None or keeps_zero(args[0])):
+    found = [rewrite_loads(a, lambda load: guarded(load, inside) if along & load.free else load) for a in there]
+    if r.monoid.name == "sum" and (keeps_zero(args[0]) or (isinstance(r, l.Reduce) and contraction(r) is not None)):
         return tuple(found)
     types = r.dtype if r.monoid.width > 1 else (r.dtype,)
     identity = r.monoid.identity(types)
@@ -249,9 +251,9 @@ def split_moments(kernel: l.Kernel, pieces: int, unit: int = 1) -> tuple[l.Kerne
         return select((pieces - 2 - piece,) if last < step else (), l.Literal(float(step), dtype), float(last))
 
     short = Var(l.fresh_name(), step)
-    own = l.Reduce.make(total.monoid, (short,), _moved(total, (summed,), axis, part * step + short))
+    own = l.Reduce.make(total.monoid, (short,), moved(total, (summed,), axis, part * step + short))
     short = Var(l.fresh_name(), step)
-    (value,) = _moved(total, (summed,), axis, part * step + short)
+    (value,) = moved(total, (summed,), axis, part * step + short)
     far = l.apply("sub", value, l.apply("div", own, size(part)))
     inside = (length - 1 - part * step - short,) if last < step else ()
     around = l.Reduce.make(squares.monoid, (short,), (select(inside, l.apply("mul", far, far)),))
