@@ -27,6 +27,7 @@ from terrazzo.pipelines import lowering, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.layout.views import pass_views
 from terrazzo.rules.torch_to_tensor.library import ONE, SEVERAL, Libraries, beside, price
+from terrazzo.run.cpu import Cpu
 from terrazzo.run.plan import Plan
 
 BF16 = torch.bfloat16
@@ -363,7 +364,11 @@ def test_training_is_eagers_own(forced: None, cache: Path) -> None:
         assert found.stride() == eager.stride()
 
 
-def test_results_of_calls_are_given_back_when_nothing_needs_them(forced: None, cache: Path) -> None:
+def test_results_of_calls_are_given_back_when_nothing_needs_them(
+    forced: None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Cpu, "hands_on", True)  # else they lie where they are told to
+
     def chain(x: Any) -> Any:
         for _ in range(6):
             x = x @ x
@@ -554,6 +559,26 @@ def test_products_in_bfloat16_are_called_where_a_processor_multiplies_such(
     assert calls(fn, *long, target="cpu") == []
     assert calls(fn, *short, target="cpu") == ([f"aten.{called}.default"] if called else [])
     assert calls(fn, *short, target="cpu", libraries="never") == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "called"),
+    [
+        (torch.nn.functional.linear, [(128, 512), (1024, 512), (1024,)], ["addmm"]),
+        (torch.nn.functional.linear, [(64, 1024), (1024, 1024), (1024,)], []),
+        (torch.matmul, [(256, 256), (256, 256)], []),
+        (lambda x, y: x.mT @ y, [(2048, 64), (2048, 512)], ["mm"]),
+        (torch.matmul, [(32, 128, 128), (32, 128, 128)], ["bmm"]),
+        (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, [(8, 512, 64)] * 3, []),
+        (lambda q, k, v: ((q @ k.mT).softmax(-1), (q @ k.mT).softmax(-1) @ v), [(8, 512, 64)] * 3, ["bmm", "bmm"]),
+        (lambda x, w, v: (x @ w).relu() @ v, [(256, 512), (512, 1024), (1024, 512)], ["mm", "mm"]),
+    ],
+)
+def test_large_products_in_float32_are_called_on_a_processor(fn: Any, shapes: Any, called: list[str]) -> None:
+    """But those of scores that nobody else reads are one kernel, which keeps these."""
+    given = [meta(*shape, dtype=torch.float32) for shape in shapes]
+    assert calls(fn, *given, target="cpu") == [f"aten.{name}.default" for name in called]
+    assert calls(fn, *given, target="cpu", libraries="never") == []
 
 
 @pytest.mark.parametrize(("side", "called"), [(6, True), (7, False)])

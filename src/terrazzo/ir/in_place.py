@@ -210,6 +210,33 @@ def in_place_variant(name: str) -> str:
     return f"{head}_.{overload}" if same and alone and first else ""
 
 
+def can_be_told(call: l.Call) -> bool:
+    """Whether an op of PyTorch writes its one result where it is told to."""
+    return not call.order and len(call.writes) == len(call.results) == 1 and bool(given_variant(call.name))
+
+
+@lru_cache(maxsize=1024)
+def given_variant(name: str) -> str:
+    """What the op is called that writes its one result where it is told to, as aten.mm.out; "" if none does. Those of
+    PyTorch's "structured" kernels do, which alone have one that is for each device and not functional; others make a
+    result and copy it there.
+    """
+    import torch
+
+    head, _, overload = name.rpartition(".")
+    given = "out" if overload == "default" else f"{overload}_out"
+    try:
+        plain, found = operator(name)._schema, operator(f"{head}.{given}")._schema
+    except UserError:
+        return ""
+    *same, last = ((x.name, str(x.type)) for x in found.arguments)
+    one = [str(x.type) for x in plain.returns] == ["Tensor"] and not any(x.alias_info for x in plain.arguments)
+    alike = [(x.name, str(x.type)) for x in plain.arguments] == same and last == ("out", "Tensor")
+    plainly = "::".join(name.removesuffix(".default").split(".", 1))
+    structured = torch._C._dispatch_has_kernel_for_dispatch_key(plainly, "CompositeExplicitAutogradNonFunctional")
+    return f"{head}.{given}" if one and alike and structured else ""
+
+
 @lru_cache(maxsize=1024)
 def views(name: str) -> bool:
     """Whether an op of PyTorch may give a view of what it is given."""

@@ -255,16 +255,17 @@ def hosts(
     root: Root = ALONE,
     theirs: Collection[l.Buffer] = (),
     pieces: Pieces = WHOLE,
+    calls: Sequence[l.Call] = (),
 ) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """Temporaries that lie in the memory of a result, or a piece of one, which is written after their last use, and at
     which offset; none where that does not lower the memory in use at any time. Results that are `theirs` lie in what
-    PyTorch made.
+    PyTorch made, and so does what `calls` of it mention.
     """
     lives = Lives(program, root=root, pieces=pieces)
     _, (_, alone) = _in_order(buffers, lives, ())
     if alone < WORTH:
         return {}
-    called = {root.get(b, b) for s in program.steps if isinstance(s, l.Call) for b in (*s.reads, *s.writes)}
+    called = {root.get(b, b) for s in calls for b in (*s.reads, *s.writes)}
     own = dict.fromkeys(b for b in program.results if b in lives.first)
     rooms = [b for b in own if b not in called and b not in program.inputs and b not in theirs]
     numbers = [lives.number[room] for room in rooms]

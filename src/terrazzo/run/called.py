@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import note
-from terrazzo.ir.in_place import in_place_variant
+from terrazzo.ir.in_place import given_variant, in_place_variant
 from terrazzo.ir.operators import draws
 from terrazzo.ir.torch_types import operator, to_torch
 from terrazzo.rules.torch_to_tensor.library import takes_any_strides
@@ -31,13 +31,15 @@ class Called:
         here = works_on(step)
         result = step.results[0]
         self.there = here is not None and result is not None and self.slots[result].onto == here
+        self.told = self._looked_up([result] if step.told and result is not None else [])
         exactly = not (takes_any_strides(step.name) or draws(step.name))
         # Of an input, it may be a copy that eager gives the op: it gets the plainest.
         inputs = (k for k, s in enumerate(self.slots) if s.kind == "input" and not (self.there and k == here))
         self.copied = frozenset(inputs if exactly else ())
         self.args = [self._made(x) for x in step.args]
         self.kwargs = [(name, self._made(x)) for name, x in step.kwargs.items()]
-        self.operator = operator(in_place_variant(step.name) if self.there else step.name)
+        variant = in_place_variant if self.there else given_variant if self.told else str
+        self.operator = operator(variant(step.name))
         self.from_begin = step.name.startswith("aten.as_strided")
         self.results = [None if k is None else self._result(k) for k in step.results]
         self.alone = self._alone()
@@ -49,12 +51,13 @@ class Called:
         return None if x.empty or x.apart or self.slots[x.slot].kind == "result" else x
 
     def _looked_up(self, given: list[int]) -> list[tuple[int, Any, bool]]:
-        """The tensors it is given; those that lie in the frame's memory are there from the start, and others may be
-        views of one.
+        """Tensors that it is given, or writes to; those that lie in the frame's memory are there from the start, and
+        others may be views of one.
         """
         frame = self.frame
         root = {k: frame.root.get(k, k) for k in given}
-        return [(k, frame.view(k, {}) if at in frame.layout.offsets else None, at != k) for k, at in root.items()]
+        viewed = {k for k, at in root.items() if at != k or self.slots[k].within is not None}
+        return [(k, frame.view(k, {}) if at in frame.layout.offsets else None, k in viewed) for k, at in root.items()]
 
     def _made(self, value: Any) -> Made | Any:
         """What makes an argument of what is given, or the argument where it holds no tensor."""
@@ -91,12 +94,16 @@ class Called:
         args = [x(given) for x in self.args]
         if self.from_begin and args[0].storage_offset():  # it counts from where memory begins: in an arena, there lie
             args[0] = args[0].clone()  # others
+        kwargs = {name: x(given) for name, x in self.kwargs}
+        if self.told:
+            ((k, lying, _),) = self.told
+            kwargs["out"] = lying if lying is not None else frame.view(k, tensors)
         try:
-            out = self.operator(*args, **{name: x(given) for name, x in self.kwargs})
+            out = self.operator(*args, **kwargs)
         except Exception as error:
             note(error, *(self.slots[x.slot].name for x in self.results if x is not None))
             raise
-        if self.there:
+        if self.there or self.told:
             return
         if (alone := self.alone) is not None and not isinstance(out, (tuple, list)):
             kept = out if alone.fits(out) else alone.expected.empty().copy_(out)

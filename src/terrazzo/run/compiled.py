@@ -343,7 +343,7 @@ def _build(
     terms = getattr(lowered, "loop", lowered)
     taken = pairs(terms.steps, machine.in_place) if terms else {}
     given = updates(terms, options.updated, products=machine.in_place) if terms else {}
-    plan = make(rest, built.entries, machine.processors, taken, options.updated, given)
+    plan = make(rest, built.entries, machine.processors, taken, options.updated, given, not machine.hands_on)
     once = make(first, built.entries, onto=taken) if first else None
     if once:
         cache.put(key, ".once", once.to_json())

@@ -120,8 +120,14 @@ class Frame:
         slot, at = self.plan.slots[k], self.root.get(k, k)
         if at in tensors:
             return tensors[at] if at == k else tensors[at].as_strided(slot.shape, slot.strides)
+        dtype, lying = to_torch_dtype(DTYPES[slot.dtype]), self.plan.slots[at]
+        if at not in self.layout.offsets and lying.within is not None:
+            host = tensors[lying.within]
+            place = host.storage_offset() * host.element_size() + lying.offset
+            return host.new_empty(0, dtype=dtype).set_(
+                host.untyped_storage(), place // dtype.itemsize, slot.shape, slot.strides
+            )
         start = self.base - self.arena.data_ptr() + self.layout.offsets[at]
-        dtype = to_torch_dtype(DTYPES[slot.dtype])
         return self.arena[start : start + slot.bytes].view(dtype).as_strided(slot.shape, slot.strides)
 
     def _work(self, launches: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[Work]:

@@ -9,6 +9,7 @@ from typing import Any
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.tensor import Opaque
 from terrazzo.ir.dialects.torch import Aten
+from terrazzo.ir.in_place import given_variant
 from terrazzo.ir.node import topological
 from terrazzo.ir.regions import ALIGNED, Piece
 from terrazzo.ir.types import Type
@@ -42,6 +43,8 @@ def _odd(plan: Plan, whole: Any) -> str:
     """What a plan does that one of this program would not do."""
     if stray := {s.name for s in plan.steps if not s.key} - _operators(whole):
         return f"it calls {min(stray)}"
+    if stray := {s.name for s in plan.steps if s.told and not given_variant(s.name)}:
+        return f"{min(stray)} cannot be told where to write"
     called = made_by_calls(plan)
     inputs, ends = frozenset(plan.inputs), frozenset(plan.results)
     for k, slot in enumerate(plan.slots):

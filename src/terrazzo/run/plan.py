@@ -17,14 +17,14 @@ from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
-from terrazzo.ir.in_place import NOTHING_GIVEN, Given, taken_over
+from terrazzo.ir.in_place import NOTHING_GIVEN, Given, can_be_told, taken_over, views
 from terrazzo.ir.regions import NONE, Piece, Regions, lived, regions
 from terrazzo.ir.types import DTYPES, DType, Type
 from terrazzo.run.arena import allocate, hosts, padded
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
 from terrazzo.run.taken import rooted, roots
 
-VERSION = 10
+VERSION = 11
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
 """What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
 NOTHING: Onto = {}
@@ -75,7 +75,8 @@ class Slot:
 class Step:
     """A kernel (`key` finds its machine code, `name` is the function) or, with no key, a call of the PyTorch op `name`.
 
-    `args` of a kernel are slots; of a call they are encoded values (see `encode`). `launch` is for a GPU: blocks,
+    `args` of a kernel are slots; of a call they are encoded values (see `encode`), and an op that is `told` where to
+    write makes no memory for its result. `launch` is for a GPU: blocks,
     threads of a block, bytes of shared memory, and whether the kernel notes indices that are out of range (1 or 0).
     `maps` are the tensor maps it takes. Where steps may run side by side, it is the next of its `branch`, and waits for
     the steps `after` of others.
@@ -92,6 +93,7 @@ class Step:
     maps: tuple[Map, ...] = ()
     branch: int = 0
     after: tuple[int, ...] = ()
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ def mentioned(s: Step) -> list[int]:
 
 
 def made_by_calls(plan: Plan) -> set[int]:
-    """The slots that ops of PyTorch make memory for; others work in that of an operand."""
-    given = (k for s in plan.steps if not s.key for k in s.results if k is not None)
+    """The slots that ops of PyTorch make memory for; others work in that of an operand, or where they are told."""
+    given = (k for s in plan.steps if not s.key and not s.told for k in s.results if k is not None)
     return {k for k in given if plan.slots[k].onto is None}
 
 
@@ -232,14 +234,16 @@ def make(
     onto: Onto = NOTHING,
     updated: Sequence[str] = (),
     given: Given = NOTHING_GIVEN,
+    told: bool = False,
 ) -> Plan:
     """The plan of a program (of Loop IR, or of Kernel IR) whose kernels have this machine code. Small ones may run side
     by side on a GPU with so many processors. What kernels store may lie in the memory of what they read, by `onto`; the
-    last results are new values of the inputs that are `updated`, where those that are `given` may lie.
+    last results are new values of the inputs that are `updated`, where those that are `given` may lie. Ops of PyTorch
+    that can are `told` where to write.
     """
     named = regions(program.steps, program.results)
     program = replace(program, steps=tuple(s for s in program.steps if s not in named.calls))  # type: ignore[arg-type]
-    plain = _made(program, entries, [Place()] * len(program.steps), onto, named, updated, given)
+    plain = _made(program, entries, [Place()] * len(program.steps), onto, named, updated, given, told)
     if not processors:
         return plain
 
@@ -253,7 +257,7 @@ def make(
     moved, places = side_by_side(program, small, {**named.wholes, **there})
     if all(p.branch == 0 for p in places):
         return plain
-    beside = _made(moved, entries, places, onto, named, updated, given)
+    beside = _made(moved, entries, places, onto, named, updated, given, told)
     return beside if beside.arena <= plain.arena + ROOM else plain
 
 
@@ -265,6 +269,7 @@ def _made(
     named: Regions = NONE,
     updated: Sequence[str] = (),
     given: Given = NOTHING_GIVEN,
+    told: bool = False,
 ) -> Plan:
     whole = named.wholes
     written = (whole.get(b, b) for s in program.steps for b in s.writes)
@@ -273,9 +278,14 @@ def _made(
     number = {b: k for k, b in enumerate(buffers)}
     apart = any(p.branch for p in places)
     taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched, given)
-    called = {b for s in program.steps if isinstance(s, l.Call) for b in s.writes if taken.get(b) not in s.reads}
-    own = set(program.inputs) | set(program.results) | called
     inputs, ends = frozenset(program.inputs), frozenset(program.results)
+    calls = [s for s in program.steps if isinstance(s, l.Call)]
+    seen = {b for s in calls if views(s.name) for b in s.reads}  # of what an op has made, a view is no copy
+    telling = (s for s in calls if told and can_be_told(s) and s.writes[0] not in seen)
+    writing = {s for s in telling if taken.get(s.writes[0]) not in s.reads}
+    making = [s for s in calls if s not in writing]
+    called = {b for s in making for b in s.writes if taken.get(b) not in s.reads}
+    own = inputs | ends | called
     for b, below in (pair for s in program.steps for pair in dict(getattr(s, "over", ())).items()):
         if taken.get(b) is not below:
             raise CompilerBug(f"only a part of {b.name} is stored, which does not lie over {below.name}")
@@ -283,7 +293,7 @@ def _made(
     theirs = {b for b, old in taken.items() if b in ends and (old in called or old in inputs)}
     temporaries = [b for b in buffers if b not in own and b not in root]
     pieces = {} if apart else named.pieces(program.steps)
-    within = {} if apart else hosts(program, temporaries, root, theirs, pieces)
+    within = {} if apart else hosts(program, temporaries, root, theirs, pieces, making)
     offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root, pieces)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
@@ -305,7 +315,8 @@ def _made(
             kwargs = {k: encode(v, number) for k, v in s.kwargs}
             results = tuple(None if b is None else number[b] for b in s.results)
             args = encode(s.args, number)
-            steps.append(Step("", s.name, args, kwargs, results, s.source, s.name, (), (), p.branch, p.after))
+            end = p.branch, p.after, s in writing
+            steps.append(Step("", s.name, args, kwargs, results, s.source, s.name, (), (), *end))
     return Plan(
         tuple(number[b] for b in program.inputs),
         tuple(number[b] for b in program.results),
@@ -436,7 +447,8 @@ def _step(s: Any, count: int, number: int) -> Step:
     after = tuple(_index(n, number) for n in s["after"])
     branch = _index(s["branch"], MOST)
     key, name, source, label = (_text(s[k]) for k in ("key", "name", "source", "label"))
-    return Step(key, name, args, kwargs, results, source, label, launch, maps, branch, after)
+    told = s["told"] is True and not key and len(results) == 1 and results[0] is not None
+    return Step(key, name, args, kwargs, results, source, label, launch, maps, branch, after, told)
 
 
 def _natural(x: Any) -> int:

@@ -347,7 +347,7 @@ def is_depthwise(args: Sequence[Any]) -> bool:
 
 
 def _kind(op: Any) -> str:
-    return next((str(x.type.dtype.name) for x in _tensors(op.args)), "")
+    return next((str(x.type.dtype.name) for x in tensors_in(op.args)), "")
 
 
 def first_result(op: Any) -> Type:
@@ -364,14 +364,14 @@ def _results(op: Any) -> list[Type]:
 
 def _read(op: Any) -> list[Any]:
     """The tensors that are read: for an image's gradient not the image, for that of weights not the weights."""
-    found = _tensors(op.args)
+    found = tensors_in(op.args)
     if op.name == BACKWARD:
         of_image, of_weights, _ = op.args[-1]
         found = [found[0], *found[1 : 1 + of_weights], *found[2 : 2 + of_image]]
     return found
 
 
-def _tensors(args: Sequence[Any]) -> list[Any]:
+def tensors_in(args: Sequence[Any]) -> list[Any]:
     """The tensors among arguments, in lists of them too."""
     found = [x for a in args for x in (a if isinstance(a, tuple | list) else (a,))]
     return [x for x in found if isinstance(getattr(x, "type", None), Type)]
@@ -383,7 +383,7 @@ def _tiles(extent: int, tile: int) -> int:
 
 def _product(args: Sequence[Any], out: Type, tile: int) -> float:
     """Of x @ y, the last two tensors."""
-    x, y = (a.type.static_shape for a in _tensors(args)[-2:])
+    x, y = (a.type.static_shape for a in tensors_in(args)[-2:])
     *batch, m, k = x
     n = y[-1]
     return float(2 * math.prod(batch) * _tiles(m, tile) * _tiles(n, tile) * k)
