@@ -92,13 +92,14 @@ def test_rows_of_which_all_is_hidden_weigh_all_keys_alike(
         assert mine <= 2 * max(theirs, torch.finfo(dtype).eps * float(c.abs().square().mean().sqrt()))
 
 
-def test_rows_of_gradients_add_up_to_nothing_where_that_is_asked_for() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_gradients_add_up_to_nothing_where_that_is_asked_for(dtype: torch.dtype) -> None:
     """What keys have in common is multiplied by such a sum: there, the rounding of results is the error of queries'
     gradients, as it is in PyTorch's own kernels, but not where weights are kept.
     """
     torch.manual_seed(0)
     wide, common = (2, 2, TOKENS, WIDTH), torch.randn(3, WIDTH)
-    given = [(0.2 * torch.randn(wide) + x).bfloat16() for x in (common[0] * 0, common[1] * 2, common[2])]
+    given = [(0.2 * torch.randn(wide) + x).to(dtype) for x in (common[0] * 0, common[1] * 2, common[2])]
 
     def written_out(q: Any, k: Any, v: Any) -> Any:
         return torch.softmax(q @ k.transpose(-1, -2) * WIDTH**-0.5, -1) @ v

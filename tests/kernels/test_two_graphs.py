@@ -71,21 +71,23 @@ def step(fn: Any, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("fn", "shapes"),
+    ("fn", "shapes", "dtype"),
     [
-        (causal, ((1, 4, 320, 64),) * 3),
-        (plain, ((2, 8, 320, 64), (2, 4, 320, 64), (2, 4, 320, 64))),
-        (written_out, ((1, 4, 320, 64),) * 3),
+        (causal, ((1, 4, 320, 64),) * 3, torch.bfloat16),
+        (causal, ((1, 4, 320, 64),) * 3, torch.float16),
+        (plain, ((2, 8, 320, 64), (2, 4, 320, 64), (2, 4, 320, 64)), torch.bfloat16),
+        (written_out, ((1, 4, 320, 64),) * 3, torch.bfloat16),
+        (written_out, ((1, 4, 320, 64),) * 3, torch.float16),
     ],
 )
 def test_the_second_graph_computes_no_softmax(
-    fn: Any, shapes: Any, graphs: list[Lowering], monkeypatch: pytest.MonkeyPatch
+    fn: Any, shapes: Any, dtype: torch.dtype, graphs: list[Lowering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has four kernels with the first one's: results, rows of these and their gradients, and two of gradients. Where
     attention is written out, another one has its results again, which are not rounded.
     """
     monkeypatch.setattr(again, "LARGEST", 0)
-    args = tensors(*shapes, shapes[0])
+    args = tensors(*shapes, shapes[0], dtype=dtype)
     found = step(torch.compile(fn, backend=dynamo.terrazzo, dynamic=False, options={"target": "sm_90a"}), args)
     _, backward = graphs
     exactly = fn is written_out

@@ -40,10 +40,10 @@ def keep_row_numbers(
     by what each is `worth`, where some are dropped. The second number is made of rounded results, as PyTorch's own
     kernels have it, or `exactly`.
 
-    Not where values are float16: weights are rounded to what they are multiplied with, and of an exponential of any
-    difference nobody knows that it has so small a range. And not where heads in float32 are wider than `HEAD`: they
-    make no chain of products, and what tensor cores cut off of g * o and of dw is not the same, so rows of ds would no
-    longer add up to 0.
+    Weights that gradients in float16 are multiplied with are rounded to that here: of an exponential of any difference
+    nobody else knows that it has so small a range. Not where heads in float32 are wider than `HEAD`: they make no chain
+    of products, and what tensor cores cut off of g * o and of dw is not the same, so rows of ds would no longer add up
+    to 0.
     """
     kept: set[Any] = set()
     again: set[Any] = set()
@@ -87,8 +87,11 @@ def _rewrite(
     last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
-    end = last.add(aten.mul.Tensor, weights, last.add(aten.sub.Tensor, found.above, summed))
+    end = last.add(aten.mul.Tensor, whole, last.add(aten.sub.Tensor, found.above, summed))
     found.end.replace_all_uses_with(end)
+    if torch.float16 in _kinds(results):
+        for node in {whole, *made} - {results}:
+            again |= _round(graph, node, torch.float16, {*node.users} - made)
     whole.replace_all_uses_with(weights)
     kept |= {rows, *stored, *([top] if apart else [])}
     again |= {above, weights, *([moved] if apart else [])}
@@ -167,10 +170,29 @@ def _made(results: Any, softmax: Any) -> set[Any]:
     return found
 
 
+def _round(graph: Any, node: Any, dtype: Any, users: set[Any]) -> set[Any]:
+    """Have some users read a node rounded; the new nodes."""
+    import torch
+
+    copy = torch.ops.aten._to_copy.default
+    if not users:
+        return set()
+    after = Nodes(graph, node.next)
+    rounded = after.add(copy, node, dtype=dtype)
+    factor = after.add(copy, rounded, dtype=node.meta["val"].dtype)
+    node.replace_all_uses_with(factor, lambda user: user in users)
+    return {rounded, factor}
+
+
 def _exact(product: Any) -> bool:
-    """Whether the rows of its weights' gradient may be summed from a product, by what its factors were before they were
-    converted.
-    """
+    """Whether the rows of its weights' gradient may be summed from a product: heads in float32 are not too wide."""
+    import torch
+
+    return _kinds(product) != {torch.float32} or product.meta["val"].shape[-1] <= HEAD
+
+
+def _kinds(product: Any) -> set[Any]:
+    """What the factors of a product were before they were converted."""
     import torch
 
     kinds = set()
@@ -178,8 +200,7 @@ def _exact(product: Any) -> bool:
         while len(node.all_input_nodes) == 1 and getattr(node.meta["val"], "dtype", None) is torch.float32:
             (node,) = node.all_input_nodes
         kinds.add(getattr(node.meta["val"], "dtype", None))
-    wide = kinds == {torch.float32} and product.meta["val"].shape[-1] > HEAD
-    return torch.float16 not in kinds and not wide
+    return kinds
 
 
 def _gradient(node: Any) -> Gradient | None:

@@ -257,8 +257,11 @@ class _Gradients(Edited):
         self.weights.add(again)
 
         def visit(x: Any) -> Any:
-            if isinstance(x, l.Load) and x.buffer is w.buffer:
-                return _as(l.Load(again, x.index, x.inside), x.dtype)
+            match x:
+                case l.Load(buffer=b) if b is w.buffer:
+                    return _as(l.Load(again, x.index, x.inside), x.dtype)
+                case l.Apply(args=(l.Apply(fn=wide, args=(l.Load(buffer=b) as load,)),)):
+                    return load if b is again and is_cast(wide) and x.fn.name == kind.name else x
             return x
 
         kernel = l.Kernel(again.name, columns, (last,), w.kernel.source)
@@ -274,9 +277,11 @@ class _Gradients(Edited):
         kinds = {k.name: k for x in others if (k := self.narrow(x)) is not None}
         if not kinds and w.score.dtype.name in self.kinds:
             kinds = {w.score.dtype.name: w.score.dtype}
-        if w.buffer in self.known.kept or len(kinds) != 1 or next(iter(kinds)) == "f16":
+        if w.buffer in self.known.kept or len(kinds) != 1:
             return
         (kind,) = kinds.values()
+        if kind.name == "f16" and not any(_rounds(s, w.buffer, kind) for s in readers):
+            return  # of an exponential of any difference nobody knows that it has so small a range
         score = w.score if w.top is None else l.apply("sub", w.score, w.top)
         weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", score, w.row), kind, readers)
         self.replace({w.kernel: [weights], **changed})
@@ -461,6 +466,12 @@ def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
 def _widens(x: Any) -> bool:
     casts = isinstance(x, l.Apply) and is_cast(x.fn)
     return casts and x.args[0].dtype.size < x.dtype.size
+
+
+def _rounds(kernel: l.Kernel, buffer: l.Buffer, kind: DType) -> bool:
+    """Whether what a kernel stores is what it loads of a buffer, in another type."""
+    value = kernel.stores[0].value
+    return isinstance(value, l.Apply) and value.fn.name == kind.name and _loads(value.args[0], buffer)
 
 
 def _as(x: Any, kind: DType) -> Any:
