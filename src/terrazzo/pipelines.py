@@ -39,7 +39,7 @@ from terrazzo.rules.loop.attention.pages import look_up_on_the_way
 from terrazzo.rules.loop.attention.rounds import sums_inside
 from terrazzo.rules.loop.folding.fold import fold
 from terrazzo.rules.loop.fusion.again import products_again
-from terrazzo.rules.loop.fusion.beside import chains_beside
+from terrazzo.rules.loop.fusion.beside import chains_beside, results_apart
 from terrazzo.rules.loop.fusion.columns_reduced import columns_reduced
 from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
 from terrazzo.rules.loop.fusion.joined import products_joined
@@ -189,7 +189,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
     placed = images_in_place(phases_apart(p, log, price), log, price)
     placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
-    made = products_again(softmaxes, log, once, options.materialize, sizes)
+    made = products_again(results_apart(softmaxes, log, price), log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)

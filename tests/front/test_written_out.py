@@ -68,6 +68,27 @@ def biased(q: Any, k: Any, v: Any) -> Any:
     return torch.softmax(q @ k.mT + v.sum(-1, keepdim=True), -1) @ v
 
 
+def added(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = q[:, :, :1].mT.baddbmm(batch1=q, batch2=k.mT, beta=0.5, alpha=0.25)
+    return torch.bmm(scores.softmax(-1), v).view(SHAPE)
+
+
+def not_added(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(torch.full((6, 24, 24), torch.nan, dtype=q.dtype), q, k.mT, beta=0, alpha=0.25)
+    return torch.bmm(scores.softmax(-1), v).view(SHAPE)
+
+
+def sharpened(q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k.mT * v.sum(-1, keepdim=True), -1) @ v
+
+
+def added_at_last(q: Any, k: Any, v: Any) -> Any:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.baddbmm(v, torch.bmm(q, k.mT).softmax(-1), v).view(SHAPE)
+
+
 def along_rows(q: Any, k: Any, v: Any) -> Any:
     return torch.softmax(q @ k.mT, -2) @ v
 
@@ -93,8 +114,8 @@ def wide_heads(q: Any, k: Any, v: Any) -> Any:
     return plain(q, k, v)
 
 
-FOUND = [plain, wide, narrow_again, flat, in_place, einsums, turned, cast_for]
-OTHERS = [looked_at, biased, along_rows, in_two, copied_and_written, no_matrices, wide_heads]
+FOUND = [plain, wide, narrow_again, flat, in_place, einsums, turned, cast_for, biased, added, not_added]
+OTHERS = [looked_at, sharpened, added_at_last, along_rows, in_two, copied_and_written, no_matrices, wide_heads]
 
 
 def trained(fn: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,7 +155,7 @@ def test_scores_and_weights_are_not_rounded(fn: Callable[..., Any], dtype: torch
 
 @pytest.mark.parametrize("fn", OTHERS)
 def test_what_is_left_as_it_is(fn: Callable[..., Any]) -> None:
-    """Weights that others read, what wants a gradient of what is added to scores, and what is no attention."""
+    """Weights that others read, what wants a gradient of what multiplies scores, and what is no attention."""
     torch.manual_seed(0)
     given = [torch.randn(SHAPE).bfloat16() for _ in range(3)]
     ours, count = compiled(fn, given)

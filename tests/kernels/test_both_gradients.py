@@ -210,6 +210,20 @@ def test_chains_that_share_sums_become_one_kernel() -> None:
     assert len(made(parse(show(before).replace("v[r1, a1]", "z[r1 % 4, a1]"))).steps) == 2
 
 
+def test_results_of_results_are_kernels_of_their_own() -> None:
+    """By the example of the rewrite; where the model is against it, or a result is made of other sums, they stay."""
+    before, after = map(parse, example(inspect.getdoc(beside.results_apart) or "", "results_apart"))
+
+    def made(program: l.Program, price: Callable[[Any], float]) -> l.Program:
+        return beside.results_apart(program, Log(), price)
+
+    assert made(before, lambda steps: -len(steps)) == after
+    assert_same(before, after)
+    assert made(before, len) == before
+    other = parse(show(before).replace("v8 = f32(v7)", "v8 = mul(acc0, acc0)"))
+    assert made(other, lambda steps: -len(steps)) == other
+
+
 def test_sums_of_what_chains_store_go_inside() -> None:
     """By the example of the rewrite; where the model is against it, or somebody else reads it, they stay."""
     before, after = map(parse, example(inspect.getdoc(rounds.sums_inside) or "", "sums_inside"))

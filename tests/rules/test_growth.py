@@ -274,7 +274,7 @@ def test_products_that_may_be_computed_again_are_judged_once_for_all_that_are_al
 ) -> None:
     judged: list[Any] = []
     inner = again._judged
-    monkeypatch.setattr(again, "_judged", lambda *args: judged.append(args) or inner(*args))
+    monkeypatch.setattr(again, "_judged", lambda *args, **rest: judged.append(args) or inner(*args, **rest))
     steps = [f"    up_{n}: bf16[128, 64] = aten.mm.default({f'down_{n - 1}' if n else 'x'}, w)\n"
              f"    tanh_{n}: bf16[128, 64] = aten.tanh.default(up_{n})\n"
              f"    down_{n}: bf16[128, 64] = aten.mm.default(tanh_{n}, v)\n" for n in range(6)]  # fmt: skip

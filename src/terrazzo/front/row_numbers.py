@@ -20,6 +20,9 @@ from typing import Any
 from terrazzo.front.nodes import Nodes
 from terrazzo.rules.loop.attention.gradients import HEAD
 
+COMMON = 8
+"""Of the largest value, the part that their mean is at least where values have much in common."""
+
 
 @dataclass(frozen=True)
 class Gradient:
@@ -82,8 +85,13 @@ def _rewrite(
     above = before.add(aten.sub.Tensor, moved, rows)
     weights = before.add(aten.exp.default, above)
     made = _made(results, whole)
-    dropped = any(x.target == aten.mul.Tensor for x in made)  # for a second product all such weights would be stored
-    stored, more = _kept_results(graph, results, made if exactly and not dropped else set(), again)
+    dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1
+    kind = min(_kinds(results), key=lambda dtype: dtype.itemsize)
+    if exactly and not dropped and kind.itemsize == 2:
+        results, stored, more = _around_mean(graph, results, kind, again)
+        made |= {results}
+    else:
+        stored, more = _kept_results(graph, results, again)
     last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
@@ -136,10 +144,8 @@ def _constant(node: Any) -> set[Any]:
     return _constant(node.args[1]) | _constant(node.args[2]) if node.target == aten.where.self else {None}
 
 
-def _kept_results(graph: Any, results: Any, made: set[Any], again: set[Any]) -> tuple[set[Any], Any]:
-    """What is kept of results, rounded where others want them so, and the results made of it. Nothing is where they
-    are `made` again, and so are not rounded.
-    """
+def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[set[Any], Any]:
+    """What is kept of results, rounded where others want them so, and the results made of it."""
     import torch
 
     aten = torch.ops.aten
@@ -150,14 +156,44 @@ def _kept_results(graph: Any, results: Any, made: set[Any], again: set[Any]) -> 
     rounded = next((x for x in casts if x.meta["val"].dtype.itemsize == 2), None)
     if rounded is None:
         return {results}, results
-    if made:
-        again |= made
-        return set(), results
     after = Nodes(graph, rounded.next)
     wide = after.add(aten._to_copy.default, rounded, dtype=results.meta["val"].dtype)
     whole = after.add(aten.view.default, wide, [*results.meta["val"].shape])
     again |= {wide, whole}
     return {rounded}, whole
+
+
+def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple[Any, set[Any], Any]:
+    """Results as means of how far values in 16 bits are from their mean over the keys, rounded to these, and that: both
+    are kept. So what values have in common has no error of weights or of results, which sums over keys would multiply.
+    It is 0 where values have little in common, whose differences would be rounded, and where these leave the type. The
+    product, what is kept, and the results.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    weights, values = results.args
+    wide, before = results.meta["val"].dtype, Nodes(graph, results)
+    mean = before.add(aten.mean.dim, values, [1], True)
+    largest = before.add(aten.amax.default, before.add(aten.abs.default, values), [1], True)
+    most = before.add(aten.mul.Scalar, before.add(aten.abs.default, mean), COMMON)
+    common = before.add(
+        aten.logical_and.default,
+        before.add(aten.ge.Tensor, most, largest),
+        before.add(aten.le.Scalar, largest, torch.finfo(dtype).max / 2),
+    )
+    mean = before.add(aten.where.self, common, mean, before.add(aten.zeros_like.default, mean))
+    middle = before.add(aten._to_copy.default, mean, dtype=dtype)
+    added = before.add(aten._to_copy.default, middle, dtype=wide)
+    apart = before.add(aten._to_copy.default, before.add(aten.sub.Tensor, values, added), dtype=dtype)
+    apart = before.add(aten._to_copy.default, apart, dtype=wide)
+    product = before.add(aten.bmm.default, weights, apart)
+    rounded = before.add(aten._to_copy.default, product, dtype=dtype)
+    far = before.add(aten._to_copy.default, rounded, dtype=wide)
+    whole = before.add(aten.add.Tensor, far, added)
+    results.replace_all_uses_with(whole)
+    again |= {added, far, whole}
+    return product, {rounded, middle}, whole
 
 
 def _made(results: Any, softmax: Any) -> set[Any]:

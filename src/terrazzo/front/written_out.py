@@ -14,7 +14,7 @@ from typing import Any
 
 from terrazzo.rules.loop.attention.gradients import HEAD
 
-PRODUCTS = ("matmul", "bmm", "einsum")
+PRODUCTS = ("matmul", "bmm", "einsum", "baddbmm")
 COPIES = ("to", "float", "type", "type_as", "half", "bfloat16", "clone")
 VIEWS = ("view", "reshape", "transpose", "permute", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze")
 SCORES = (*COPIES, *VIEWS, "mul", "truediv", "div", "add", "sub", "masked_fill", "where", "tanh", "clamp")
@@ -26,8 +26,8 @@ IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv"}
 
 def unround_weights(gm: Any, inputs: Sequence[Any]) -> bool:
     """Have the softmaxes of a graph of Dynamo's that lie between two products in 16 bits computed in 32 bits, where
-    nobody else reads scores or weights, and what is done to them wants no gradients; whether there are such. Heads are
-    at most as wide as those whose gradients are chains of products.
+    nobody else reads scores or weights, and what is done to them wants no gradients, but for what is added to scores;
+    whether there are such. Heads are at most as wide as those whose gradients are chains of products.
     """
     unknown = {}  # what a graph for one of several shapes no longer says of its inputs
     for node, x in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -47,11 +47,28 @@ def unround_weights(gm: Any, inputs: Sequence[Any]) -> bool:
                 node.kwargs = {k: x for k, x in node.kwargs.items() if k != "dtype"}
         for node, dtype in kinds.items():
             equation, factors = _factors(node, attention.between)
-            node.args = (equation, dtype, factors[0] in attention.between, *factors)
+            if _name(node) == "baddbmm":
+                _add_after(node)
+            node.args, node.kwargs = (equation, dtype, factors[0] in attention.between, *factors), {}
             node.op, node.target = "call_function", product
     if found:
         gm.recompile()
     return bool(found)
+
+
+def _add_after(node: Any) -> None:
+    """Have what a product of `baddbmm` is multiplied with, and what is added to it, apart from it."""
+    import torch
+
+    added, _, _, beta, alpha = _added(node)
+    readers = [*node.users]
+    with node.graph.inserting_after(node):
+        result = node.graph.call_function(torch.mul, (node, alpha))
+    if beta != 0:
+        with node.graph.inserting_after(result):
+            result = node.graph.call_function(torch.add, (result, added), {"alpha": beta})
+    for reader in readers:
+        reader.replace_input_with(node, result)
 
 
 def product(equation: str | None, dtype: Any, weights: bool, one: Any, other: Any) -> Any:
@@ -131,12 +148,23 @@ def _attention(softmax: Any, made: Set[Any]) -> _Attention | None:
             else:
                 return None
     between |= {*weights}
-    whole = len(firsts) == 1 and last and all(_narrow(x, between) for x in (firsts[0], *last))
+    whole = (
+        len(firsts) == 1
+        and last
+        and not any(_name(x) == "baddbmm" for x in last)
+        and all(_narrow(x, between) for x in (firsts[0], *last))
+    )
     if not whole or any(x not in between for n in (firsts[0], *between - {*weights}) for x in n.users):
         return None
     copied = any(map(_writes, between)) and any(_name(n) in COPIES for n in between - {*weights})
-    others = (x for n in between if _name(n) not in COPIES for x in _tensors(n) if x not in {firsts[0], *between})
-    return None if copied or any(_value(x).requires_grad for x in others) else _Attention(firsts[0], between, last)
+    if copied or any(_learned(n, {firsts[0], *between}) for n in between if _name(n) not in COPIES):
+        return None
+    return _Attention(firsts[0], between, last)
+
+
+def _learned(node: Any, known: set[Any]) -> bool:
+    """Whether a node does to scores or weights what wants a gradient that is made of all of them, other than a sum."""
+    return _name(node) not in ("add", "sub") and any(_value(x).requires_grad for x in _tensors(node) if x not in known)
 
 
 def _scores(graph: Any) -> set[Any]:
@@ -153,12 +181,20 @@ def _factors(node: Any, wide: set[Any]) -> tuple[str | None, list[Any]]:
     so.
     """
     factors = [x for x in node.args if not isinstance(x, str)]
+    if _name(node) == "baddbmm":
+        return None, [*_added(node)[1:3]]
     if _name(node) != "einsum":
         return None, factors
     if len(factors) == 2 and isinstance(node.args[0], str) and factors[1] in wide:
         both, _, result = node.args[0].partition("->")
         return f"{','.join(both.split(',')[::-1])}->{result}", factors[::-1]
     return node.args[0] if isinstance(node.args[0], str) else "", factors
+
+
+def _added(node: Any) -> tuple[Any, ...]:
+    """What `baddbmm` is given: what it adds, two factors, beta and alpha."""
+    given = dict(zip(("input", "batch1", "batch2"), node.args, strict=False)) | {"beta": 1, "alpha": 1} | node.kwargs
+    return tuple(given.get(name) for name in ("input", "batch1", "batch2", "beta", "alpha"))
 
 
 def _narrow(node: Any, wide: set[Any]) -> bool:
@@ -168,7 +204,8 @@ def _narrow(node: Any, wide: set[Any]) -> bool:
     import torch
 
     equation, factors = _factors(node, wide)
-    two = len(factors) == 2 and not node.kwargs and all(isinstance(x, torch.fx.Node) and _tensor(x) for x in factors)
+    named = node.kwargs and _name(node) != "baddbmm"
+    two = len(factors) == 2 and not named and all(isinstance(x, torch.fx.Node) and _tensor(x) for x in factors)
     if not two or _value(node).dtype not in (torch.bfloat16, torch.float16) or factors[1] in wide:
         return False
     order, other = _as_matrices(equation), _value(factors[1])

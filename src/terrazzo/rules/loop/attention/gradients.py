@@ -33,9 +33,10 @@ from terrazzo.ir.monoid import monoid
 from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Log
+from terrazzo.rules.loop.attention.rounding import Rounding, converted
 from terrazzo.rules.loop.attention.softmax import Exponential, Softmax, exponentials, of_products, softmaxes
 from terrazzo.rules.loop.cost import Rates
-from terrazzo.rules.loop.edited import FAR, Edited, kernels_of
+from terrazzo.rules.loop.edited import FAR, kernels_of
 from terrazzo.rules.loop.precision.rounded import aligned
 
 PASS = "gradients"
@@ -99,7 +100,7 @@ class Product:
     factors: list[Any]
 
 
-class _Gradients(Edited):
+class _Gradients(Rounding):
     """A program with softmaxes and their gradients."""
 
     def __init__(self, program: l.Program, rates: Rates, wide: bool) -> None:
@@ -151,7 +152,7 @@ class _Gradients(Edited):
             if place is None:
                 continue
             result = l.Load.make(place.buffer, place.index)
-            value = _times([*fixed, _as(result, found.dtype)])
+            value = _times([*fixed, converted(result, found.dtype)])
             (old,) = p.kernel.stores
             rows = l.Reduce.make(found.monoid, (depth,), (value,))
             new = l.Kernel(p.kernel.name, p.kernel.axes, (l.Store(old.buffer, old.index, rows),), p.kernel.source)
@@ -253,13 +254,13 @@ class _Gradients(Edited):
         """A kernel that stores exp(above) in `kind`, and some readers of weights with that in their place."""
         weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
         again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
-        last = l.Store(again, w.kernel.stores[0].index, _as(weight, kind))
+        last = l.Store(again, w.kernel.stores[0].index, converted(weight, kind))
         self.weights.add(again)
 
         def visit(x: Any) -> Any:
             match x:
                 case l.Load(buffer=b) if b is w.buffer:
-                    return _as(l.Load(again, x.index, x.inside), x.dtype)
+                    return converted(l.Load(again, x.index, x.inside), x.dtype)
                 case l.Apply(args=(l.Apply(fn=wide, args=(l.Load(buffer=b) as load,)),)):
                     return load if b is again and is_cast(wide) and x.fn.name == kind.name else x
             return x
@@ -337,81 +338,6 @@ class _Gradients(Edited):
 
         return transform(term, visit)
 
-    # -- rounding
-
-    def round_factors(self) -> None:
-        """Have every factor of a product that is a multiple of weights stored in the 16 bits of the other factor, where
-        these are what the product is rounded to.
-        """
-        rounded: dict[tuple[l.Buffer, DType], l.Buffer] = {}
-        for kernel in kernels_of(self.program):
-            value = kernel.stores[0].value
-            if not isinstance(value, l.Apply) or value.fn.name != "mul" or len(kernel.stores) > 1:
-                continue
-            for x, y in (value.args, value.args[::-1]):
-                kind = self.narrow(y)
-                if (
-                    isinstance(x, l.Load)
-                    and x.dtype.size == 4
-                    and kind is not None
-                    and self.multiple(x)
-                    and len(self.known.readers[x.buffer]) > (x.buffer in self.weights)
-                    and self.ends_in(kernel, kind)
-                ):
-                    self.round_factor(kernel, x, kind, rounded)
-                    break
-
-    def round_factor(
-        self, kernel: l.Kernel, x: l.Load, kind: DType, rounded: dict[tuple[l.Buffer, DType], l.Buffer]
-    ) -> None:
-        """Have a kernel read a factor in `kind`, which another one stores."""
-        made = []
-        if (x.buffer, kind) not in rounded:
-            b = l.Buffer(self.fresh(f"{x.buffer.name}_{kind.name}"), aligned(kind, x.buffer.type))
-            axes = tuple(Var(f"a{d}", n) for d, n in enumerate(b.type.static_shape))
-            store = l.Store(b, axes, l.apply(kind.name, l.Load(x.buffer, axes)))
-            made.append(l.Kernel(b.name, axes, (store,), kernel.source))
-            rounded[x.buffer, kind] = b
-            self.say("rounded_factors", x.buffer.name, f"{kernel.name} multiplies it with {kind.name}, in {kind.name}")
-        new = substitute(kernel, {x: _as(l.Load(rounded[x.buffer, kind], x.index, x.inside), x.dtype)})
-        self.replace({kernel: [*made, new]})
-
-    def narrow(self, x: Any) -> DType | None:
-        """The type in 16 bits that a factor is of, whatever constants it is multiplied by."""
-        found = [self.known.unfold(y) for y in self.known.factors(x) if not isinstance(y, l.Literal)]
-        kind = found[0].args[0].dtype if len(found) == 1 and _widens(found[0]) else None
-        return kind if kind is not None and kind.name in self.rates.matrix else None
-
-    def multiple(self, x: Any) -> bool:
-        """Whether a term is weights times something."""
-        if isinstance(x, l.Load):
-            return x.buffer in self.weights or ((term := self.known.of(x)) is not None and self.multiple(term))
-        if not isinstance(x, l.Apply):
-            return isinstance(x, l.Literal) and x.value == 0
-        each = [self.multiple(a) for a in x.args]
-        if x.fn.name == "mul":
-            return any(each)
-        if x.fn.name in ("where", "div"):
-            return all(each[1:]) if x.fn.name == "where" else each[0]
-        return (x.fn.name in ("add", "sub", "neg") or is_cast(x.fn)) and all(each)
-
-    def ends_in(self, kernel: l.Kernel, kind: DType) -> bool:
-        """Whether what a kernel stores is summed and scaled, and then rounded to `kind`, by all who read it."""
-        (store,) = kernel.stores
-        readers = self.known.readers.get(store.buffer, [])
-        if store.buffer in self.known.kept or not readers:
-            return False
-        for s in readers:
-            value = s.stores[0].value
-            while isinstance(value, l.Reduce) and value.monoid.name == "sum":
-                (value,) = value.args
-            linear = [x for x in topological([value], stop=lambda x: isinstance(x, l.Load)) if isinstance(x, l.Apply)]
-            if len(s.stores) > 1 or any(x.fn.name not in ("mul", "add") and not is_cast(x.fn) for x in linear):
-                return False
-            if not any(x.dtype is kind for x in linear) and not self.ends_in(s, kind):
-                return False
-        return True
-
 
 def _matches(p: Product, wanted: Product, depth: Var) -> Iterator[dict[Any, Any]]:
     """What the axes of a product's kernel must be for it to be the wanted one."""
@@ -463,16 +389,7 @@ def _in_rows(x: Any, w: Softmax, p: Product) -> bool:
     return all(isinstance(e, Expr) and p.axis in e.free for e in places)
 
 
-def _widens(x: Any) -> bool:
-    casts = isinstance(x, l.Apply) and is_cast(x.fn)
-    return casts and x.args[0].dtype.size < x.dtype.size
-
-
 def _rounds(kernel: l.Kernel, buffer: l.Buffer, kind: DType) -> bool:
     """Whether what a kernel stores is what it loads of a buffer, in another type."""
     value = kernel.stores[0].value
     return isinstance(value, l.Apply) and value.fn.name == kind.name and _loads(value.args[0], buffer)
-
-
-def _as(x: Any, kind: DType) -> Any:
-    return x if x.dtype is kind else l.apply(kind.name, x)

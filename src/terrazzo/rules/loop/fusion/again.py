@@ -9,7 +9,7 @@ more arithmetic and less traffic, so both ways have a price; and what is too lar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import Any
@@ -25,6 +25,7 @@ from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.loop.attention.multiples import scaled, stays_finite
 from terrazzo.rules.loop.attention.online import apart, unrounded
 from terrazzo.rules.loop.definitions import in_order
+from terrazzo.rules.loop.fusion.beside import chains_beside
 from terrazzo.rules.loop.fusion.inline import inline
 from terrazzo.rules.loop.judging import Price, Refusal
 
@@ -71,37 +72,47 @@ def products_again(
             readers_of.setdefault(b, []).append(s)
     for maker in kernels:
         group = _group(maker, readers_of, kept, sizes)
-        if group is None or any(s in gone or s in made for s in chain(*group)):  # a chain is of two products
+        if group is None or any(s in gone or s in made for s in chain(*group[:2])):  # a chain is of two products
             continue
-        makers, readers = group
+        makers, readers, wanted = group
+        rest = _rest(makers, wanted)
+        saved = _stored(makers) - _stored(rest.values())
+        if not saved:
+            continue
         subject = ", ".join(s.name for s in makers)
         if not (why := _not_tried(makers, readers)):
-            form = together((*makers, *readers))
-            alike, count = placeless_together(form.kernel), len(makers)
-            key = alike, count
+            form = together((*makers, *readers, *rest.values()))
+            alike, first, last = placeless_together(form.kernel), len(makers), len(makers) + len(readers)
+            key = alike, first, last
             if key not in known:
-                known[key] = once(key, partial(_judged, alike[:count], alike[count:]))
+                judged = partial(_judged, alike[:first], alike[first:last], rest=alike[last:])
+                known[key] = once(key, judged)
             why, times = form.named(known[key])
         if why:
             log.add(Event(PASS, RULE, subject, False, why))
             continue
         new = [_whole(reader, makers) for reader in readers]
         into = ", ".join(s.name for s in readers)
-        saved = f"{_stored(makers) >> 20} MiB not stored"
-        log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {saved}"))
-        log.applied(PASS, RULE, subject, [*makers, *readers], new)
-        gone |= {*makers}
-        made |= dict(zip(readers, new, strict=True))
+        log.add(Event(PASS, RULE, subject, True, f"{into} compute it again: {times}, {saved >> 20} MiB not stored"))
+        log.applied(PASS, RULE, subject, [*makers, *readers], [*rest.values(), *new])
+        gone |= {*makers} - {*rest}
+        made |= rest | dict(zip(readers, new, strict=True))
     whole = {s for s, found in each.items() if not {*found} & (gone | {*made})}
     every = [x for s in program.steps for x in ([s] if s in whole or isinstance(s, l.Call) else each[s])]
     return in_order(program, [made.get(s, s) if isinstance(s, l.Kernel) else s for s in every if s not in gone])
 
 
 def _judged(
-    makers: Sequence[l.Kernel], readers: Sequence[l.Kernel], price: Price, least: Price, refusal: Refusal
+    makers: Sequence[l.Kernel],
+    readers: Sequence[l.Kernel],
+    price: Price,
+    least: Price,
+    refusal: Refusal,
+    rest: Sequence[l.Kernel] = (),
 ) -> Verdict:
-    """Whether readers are to compute again what makers store. Where they would be slower at best, nobody asks whether
-    they can be built, which takes long.
+    """Whether readers are to compute again what makers store, of which the `rest` stays. Those that share what they
+    compute then are one kernel, where that is faster. Where they would be slower at best, nobody asks whether they can
+    be built, which takes long.
     """
     new: list[l.Kernel] = []
     after = 0.0
@@ -111,15 +122,34 @@ def _judged(
         if math.isinf(after):  # and nobody writes down what the others would be
             why = "a block has no room for two products in one loop of steps"
             return why, why
-    before = price([*makers, *readers])
-    most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) <= LARGEST else math.inf
+    before = price([*makers, *readers]) - (price(rest) if rest else 0.0)
+    most = (WIDE if _wide(makers) else SURE) * before if _stored(makers) - _stored(rest) <= LARGEST else math.inf
     if after <= most:
         after = price(new)
+    if most < after <= len(new) * most:  # no kernel takes less than the longest of those in it
+        after = price(_beside(new, price, refusal))
     times = f"{after / 1000:.1f} us as chains, {before / 1000:.1f} us stored, by the model"
     return times if after > most else next(filter(None, map(refusal, new)), ""), times
 
 
-def _stored(makers: Sequence[l.Kernel]) -> int:
+def _rest(makers: Sequence[l.Kernel], wanted: Container[l.Buffer]) -> dict[l.Kernel, l.Kernel]:
+    """What is left of the makers of what others want: only that, with what it is made of inside."""
+    found = {}
+    for s in makers:
+        if stores := tuple(x for x in s.stores if x.buffer in wanted):
+            found[s] = _whole(l.Kernel(s.name, s.axes, stores, s.source), [x for x in makers if x is not s])
+    return found
+
+
+def _beside(new: Sequence[l.Kernel], price: Price, refusal: Refusal) -> list[l.Kernel]:
+    """Chains, of which those that share what they compute are one kernel where that is faster."""
+    inputs = tuple(dict.fromkeys(b for s in new for b in s.reads))
+    results = tuple(b for s in new for b in s.writes)
+    program = chains_beside(l.Program("alone", inputs, tuple(new), results), Log(), price, refusal)
+    return [s for s in program.steps if isinstance(s, l.Kernel)]
+
+
+def _stored(makers: Iterable[l.Kernel]) -> int:
     """Bytes that kernels store."""
     return sum(b.type.span for b in dict.fromkeys(b for s in makers for b in s.writes))
 
@@ -162,14 +192,14 @@ def _group(
     readers_of: Mapping[l.Buffer, Sequence[l.Kernel]],
     kept: set[l.Buffer],
     sizes: tuple[int, ...],
-) -> tuple[list[l.Kernel], list[l.Kernel]] | None:
-    """The products that store factors of these sizes, from one on, and the products these are factors of; where there
-    are too many, the first of them. None where somebody else reads them.
+) -> tuple[list[l.Kernel], list[l.Kernel], set[l.Buffer]] | None:
+    """The products that store factors of these sizes, from one on, the products these are factors of, and what sums of
+    other kinds read; where there are too many, the first of them. None where somebody else reads them.
     """
-    makers, readers = [maker], list[l.Kernel]()
+    makers, readers, wanted = [maker], list[l.Kernel](), set[l.Buffer]()
     for s in makers:
         if len(makers) > MOST:
-            return makers, readers
+            return makers, readers, wanted
         if not is_product(s) or any(b in kept or b.type.dtype.size not in sizes for b in s.writes):
             return None
         for reader in dict.fromkeys(k for b in s.writes for k in readers_of.get(b, ())):
@@ -177,9 +207,11 @@ def _group(
                 readers.append(reader)
             elif is_product(reader):  # it makes a factor of a factor, point by point
                 makers += [reader] if reader not in makers else []
+            elif any(isinstance(x, l.Reduce) for x in topological(reader.stores)):
+                wanted |= {*s.writes} & {*reader.reads}
             else:
                 return None
-    return (makers, list(dict.fromkeys(readers))) if readers else None
+    return (makers, list(dict.fromkeys(readers)), wanted) if readers else None
 
 
 def _multiplies(reader: l.Kernel, maker: l.Kernel) -> bool:
