@@ -38,7 +38,7 @@ from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, 
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.chains import few_rows
 from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
-from terrazzo.rules.loop_to_tile.reductions import mixed, rows, scans_in_pieces
+from terrazzo.rules.loop_to_tile.reductions import mixed, rows, scans_in_pieces, under_taps
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
 from terrazzo.rules.loop_to_tile.walked import collapse
 from terrazzo.rules.tensor_to_loop.lift import lift
@@ -230,6 +230,9 @@ CATALOG: dict[str, Rewrite] = {
     "schedule:channels_beside": of(packed.channels_beside, kernels(packed.channels_beside)),
     "schedule:lie_alike": of(mixed.lie_alike, kernels(mixed.lie_alike)),
     "schedule:taps_apart": of(taps.taps_apart, kernels(lambda k: taps.taps_apart(k, 1))),
+    "schedule:in_pieces_of_images": of(
+        under_taps.in_pieces_of_images, kernels(lambda k: under_taps.in_pieces_of_images(k, 24, 4))
+    ),
     "schedule:split": of(splitting.split, kernels(split)),
     "schedule:scanned_in_pieces": of(
         scans_in_pieces.scanned_in_pieces, kernels(lambda k: scans_in_pieces.scanned_in_pieces(k, 2))

@@ -289,6 +289,21 @@ def with_taps(program: Program) -> Any:
     return _but(found, shape)
 
 
+def with_single_taps(program: Program) -> Any:
+    """Loop IR of a sum over points of many images and what the same channel has under taps, in one kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    shape, space = (90, 6, 3), (3, 3, 90, 6)
+    places = t.coordinates(shape)
+    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    channel, tap, n, point = t.coordinates(space)
+    under = point + tap - 1
+    left = t.index_map(image, space, (n, point, channel))
+    right = t.index_map(image, space, (n, under, channel), (under, 5 - under))
+    found = lift(Program("tensor", "taps", program.inputs, (t.reduce("sum", t.apply("mul", left, right), [2, 3]),)))
+    return _but(found, shape)
+
+
 def with_a_crop(program: Program) -> Any:
     """Loop IR of a sum of what taps read of an image backwards, of which they leave out an end, in one kernel."""
     given = [x for x in program.inputs if x.type.numel]
@@ -422,6 +437,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "renew:only_changed": with_a_state,
     "schedule:factor_apart": with_products,
     "schedule:taps_apart": with_taps,
+    "schedule:in_pieces_of_images": with_single_taps,
     "online:images_in_place": with_a_crop,
     "online:turned_after": with_rows_of_results,
     "online:laid_apart": with_turned_results,

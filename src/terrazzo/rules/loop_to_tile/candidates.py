@@ -33,8 +33,8 @@ from terrazzo.rules.loop_to_tile.products.product_candidates import (
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
-from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans
-from terrazzo.rules.loop_to_tile.reductions.pieces import alone, in_pieces, meeting, partial_states, together
+from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans, under_taps
+from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, alone, in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import (
     most_pieces,
     pieces,
@@ -62,6 +62,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     """
     yield from _chains(kernel, gpu, pinned, pick)
     yield from (_reduced(kernel, way, gpu) for way in reduced.ways(kernel, gpu))
+    yield from _under_taps(kernel, gpu, pinned)
     apart = digits_apart(kernel)
     if product(kernel) is None and (product(apart) is not None or _columns_are_digits(kernel, apart)):
         # an axis of which both factors know a part, as of heads; or which memory runs along in part
@@ -154,10 +155,30 @@ def _alike(
 def _windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
     """Windows, of which a thread computes several points together."""
     if (found := windows.window(kernel, gpu)) is not None:
-        first, _ = copied(found.copies, "what points side by side read lies side by side", gpu, pinned)
-        done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
-        rewrite = "copied_along" if found.copies else "collapse"
-        yield done.after((rewrite, kernel, (*found.copies, found.kernel)))
+        yield _windowed(kernel, found, gpu, pinned)
+
+
+def _windowed(kernel: l.Kernel, found: windows.Window, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Candidate:
+    """A kernel whose windows were found, after copies of what lies otherwise."""
+    first, _ = copied(found.copies, "what points side by side read lies side by side", gpu, pinned)
+    done = joined((first, Candidate(((found.kernel, found.schedule, "window", str(found)),))))
+    return done.after(("copied_along" if found.copies else "collapse", kernel, (*found.copies, found.kernel)))
+
+
+def _under_taps(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
+    """A sum over images under taps in pieces, of which a thread takes several taps, where the model says that this is
+    faster than a product for each tap, or than threads that share the sum of each.
+    """
+    ways, p = under_taps.ways(kernel, gpu), product(kernel)
+    if ways and p is not None:
+        others = min(_anyhow(kernel, gpu), after(kernel, p, gpu, divided=True))
+    elif ways:
+        others = estimate(kernel, gpu).time
+    for way in ways:
+        if way.time < others:
+            part, rest = way.kernels
+            done = joined((_windowed(part, way.window, gpu, pinned), added_up(rest, gpu)))
+            yield done.after(("in_pieces_of_images", kernel, way.kernels))
 
 
 def _sums_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:

@@ -30,7 +30,7 @@ from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpg
 from terrazzo.rules.loop_to_tile.products.image_forms import boxed
 from terrazzo.rules.loop_to_tile.products.product_candidates import shared
 from terrazzo.rules.loop_to_tile.products.stored import stored
-from terrazzo.rules.loop_to_tile.reductions import reduced, scans
+from terrazzo.rules.loop_to_tile.reductions import reduced, scans, under_taps
 from terrazzo.rules.loop_to_tile.walked import windows
 from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 from terrazzo.rules.tile.reach import share
@@ -167,6 +167,11 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 
 @remembered
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
+    return min((_in_one_piece(kernel, gpu), *(x.time for x in under_taps.ways(kernel, gpu)[:1])))
+
+
+def _in_one_piece(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What a kernel takes, with products in pieces of their steps; but no sum over images is cut for windows."""
     found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
     if found is not None:
         return found

@@ -135,10 +135,13 @@ def copied(copies: Sequence[l.Kernel], why: str, gpu: Gpu, pinned: Mapping[str, 
     return joined(found), sum(copying(x, gpu) for x in copies)
 
 
-def after(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
-    """Nanoseconds of the best tiles of a product after kernels that store its operands; infinity where it has none."""
+def after(kernel: l.Kernel, p: Product, gpu: Gpu, divided: bool = False) -> float:
+    """Nanoseconds of the best tiles of a product after kernels that store its operands, of those whose steps blocks
+    have `divided` among them, too; infinity where it has none.
+    """
     ways = stored(merged(kernel, p, gpu).kernel, gpu)
-    return min((x.time + COPIED * way.before(gpu) for way in ways for x in way.plans(gpu)[:1]), default=math.inf)
+    plans = ((way, x) for way in ways for x in (tiles.on_warpgroups(way.product, gpu) if divided else way.plans(gpu)))
+    return min((x.time + COPIED * way.before(gpu) for way, x in plans), default=math.inf)
 
 
 def after_stores(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:

@@ -46,12 +46,15 @@ FEW_LOOPS = 5
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel with windows: its axes, the terms outside reductions and those of each."""
+    """A kernel with windows: its axes, the terms outside reductions and those of each. They may lie `under_taps`, whose
+    sums are of a piece of an image.
+    """
 
     kernel: l.Kernel
     axes: tuple[Any, ...]
     terms: tuple[Node, ...]
     loops: tuple[n.Loop, ...]
+    under_taps: bool = False
 
     @derived
     def crossed(self) -> bool:
@@ -92,6 +95,8 @@ class Form:
     def serial(self) -> list[frozenset[Any]]:
         """Which steps may be serial, while the others are written out."""
         steps = sorted((a for s in self.loops for a in s.axes), key=lambda a: -a.extent)
+        if self.under_taps:  # the last one is a run
+            return [frozenset(steps) - {s.axes[-1] for s in self.loops}]
         if len(steps) <= FEW_LOOPS:
             found = [frozenset(x) for k in range(len(steps) + 1) for x in combinations(steps, k)]
         else:  # the longest are serial first
@@ -137,11 +142,12 @@ class Form:
         return tuple(found) or self.axes[-1:]
 
 
-def form_of(kernel: l.Kernel) -> Form | None:
+def form_of(kernel: l.Kernel, under_taps: bool = False) -> Form | None:
     """A kernel as one nest of loops over points around reductions of few steps, of which some load moves with both, or
     which are so short that a thread takes each by itself, and no tiles are worth it. Windows that have no place in
     common are rows that threads had better share, unless every one of many points has its own; so is a long row beside
-    them that does not move, and a long window that more points share than a thread takes, as that of a norm.
+    them that does not move, and a long window that more points share than a thread takes, as that of a norm. Who cuts a
+    sum over an image knows that its pieces are windows, whatever tiles there are.
     """
     if isinstance(found := flat(kernel), str):
         return None
@@ -154,7 +160,9 @@ def form_of(kernel: l.Kernel) -> Form | None:
         return None
     terms = tuple(s.term for s in statements if isinstance(s, n.Let))
     reduces = [r for s in loops for r in s.carried if isinstance(r, l.Reduce)]
-    if any(_over_an_image(r, axes) for r in reduces):
+    if under_taps:
+        return Form(kernel, axes, terms, loops, under_taps)
+    if any(over_an_image(r, axes) for r in reduces):
         return None
     many = math.prod(a.extent for a in axes) >= MANY
     short = all(math.prod(a.extent for a in r.axes) <= SHORT and (many or contraction(r) is not None) for r in reduces)
@@ -169,7 +177,7 @@ def form_of(kernel: l.Kernel) -> Form | None:
     return form if moved or short or pairs else None
 
 
-def _over_an_image(r: l.Reduce, axes: Sequence[Any]) -> bool:
+def over_an_image(r: l.Reduce, axes: Sequence[Any]) -> bool:
     """Whether a long sum is over the points of an image under a few taps, as of a filter's gradient: threads share it,
     since there are few of its results.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from terrazzo.collector import remembered
@@ -20,6 +21,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.node import derived
 from terrazzo.ir.schedule import Factor, Schedule, Site
+from terrazzo.ir.sites import product
 from terrazzo.rules.access import WIDEST
 from terrazzo.rules.loop_to_tile.products.packed import SMALL, copied_along
 from terrazzo.rules.loop_to_tile.walked.cache_lines import at_once, lines_of, stride_of
@@ -94,21 +96,22 @@ class Window:
 
 
 @remembered
-def window(kernel: l.Kernel, gpu: Gpu) -> Window | None:
-    """The best way to compute windows; None for a kernel that has none."""
-    if (form := form_of(kernel)) is None:
+def window(kernel: l.Kernel, gpu: Gpu, under_taps: bool = False) -> Window | None:
+    """The best way to compute windows, those of pieces of an image `under_taps`; None for a kernel that has none."""
+    if (form := form_of(kernel, under_taps)) is None:
         return None
     found = list(_threads(form, gpu))
-    if (points := form_of(collapse(kernel))) is not None and points.kernel is not kernel:
+    if (points := form_of(collapse(kernel), under_taps)) is not None and points.kernel is not kernel:
         found += _threads(points, gpu)  # lanes fill up with what follows a short row
-    found += _after_copies(form, gpu, 1 if form.crossed else SMALL)
+    found += _after_copies(form, gpu, 1 if form.crossed or under_taps else SMALL)
     best, rows = _best(found), _by_rows(form, gpu)
     if best is not None and rows == math.inf and best.time > ACROSS * form.bytes / gpu.memory + gpu.launch:
         after = _best([*_after_copies(form, gpu, 1)])
         best = after if after is not None and WORTH * after.time < best.time else best
     if best is None or best.time > rows:
         return None
-    return replace(best.window(), time=best.time * (MULTIPLIED if few_channels(kernel) else 1))
+    multiplied = few_channels(kernel) or (under_taps and product(kernel) is not None)
+    return replace(best.window(), time=best.time * (MULTIPLIED if multiplied else 1))
 
 
 def _after_copies(form: Form, gpu: Gpu, small: int) -> Iterator[_Threads]:
@@ -117,7 +120,7 @@ def _after_copies(form: Form, gpu: Gpu, small: int) -> Iterator[_Threads]:
     """
     for axis in form.lanes:
         *copies, other = copied_along(form.kernel, axis, small)
-        if copies and (new := form_of(other)) is not None:
+        if copies and (new := form_of(other, form.under_taps)) is not None:
             before = sum(copying(x, gpu) for x in copies)
             yield from (replace(x, before=before, copies=tuple(copies))
                         for x in _threads(new, gpu) if x.lane.name == axis.name)  # fmt: skip
@@ -460,4 +463,11 @@ def _threads(form: Form, gpu: Gpu) -> Iterator[_Threads]:
                 continue
             others: list[tuple[tuple[Any, int], ...]] = [()]
             others += [((a, p),) for a in form.axes for p in POINTS if a is not lane and p <= a.extent]
+            others += _whole([a for a in form.axes if a is not lane]) if form.under_taps else []
             yield from (_Threads(form, lane, vector, points, gpu) for points in others)
+
+
+def _whole(axes: Sequence[Any]) -> list[tuple[tuple[Any, int], ...]]:
+    """All points of short axes, as of taps and few channels: of one, or of two."""
+    short = [(a, a.extent) for a in axes if 1 < a.extent <= SHORT]
+    return [*((x,) for x in short), *combinations(short, 2)]
