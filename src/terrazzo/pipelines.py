@@ -58,6 +58,7 @@ from terrazzo.rules.loop.layout.lookups import looked_up_first
 from terrazzo.rules.loop.layout.phases import phases_apart
 from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
+from terrazzo.rules.loop.layout.taps_after import taps_after
 from terrazzo.rules.loop.layout.turned import store_turned
 from terrazzo.rules.loop.layout.views import pass_views
 from terrazzo.rules.loop.memory.beside import read_beside
@@ -143,8 +144,7 @@ def _as_read(p: l.Program, log: Log, options: Options) -> l.Program:
     """
     boxes = bool((gpu := target(options.target).gpu) and gpu.warpgroups)
     p = narrow(p, log)
-    p = dimensions_of_products(pixels_together(p, log) if boxes else p, log, copied=boxes)
-    p = store_as_read(p, log)
+    p = store_as_read(dimensions_of_products(pixels_together(p, log) if boxes else p, log, copied=boxes), log)
     return along_results(channels_last(p, log, move_results=boxes) if boxes or not gpu else p, log)
 
 
@@ -186,7 +186,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    placed = images_in_place(phases_apart(p, log, price), log, price)
+    placed = images_in_place(phases_apart(taps_after(p, log, price), log, price), log, price)
     placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
     made = products_again(results_apart(softmaxes, log, price), log, once, options.materialize, sizes)

@@ -31,6 +31,7 @@ from terrazzo.rules.loop.layout import (
     phases,
     pixels,
     placed,
+    taps_after,
     turned,
 )
 from terrazzo.rules.loop.memory import beside, combined, divided, gathered, in_windows, places_read, remake, renewed
@@ -172,6 +173,9 @@ CATALOG: dict[str, Rewrite] = {
     ),
     "online:copied_after": of(
         placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
+    ),
+    "online:taps_after": of(
+        taps_after.taps_after, lambda p: taps_after.taps_after(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "online:phases_apart": of(
         phases.phases_apart, lambda p: phases.phases_apart(p, Log(), lambda steps: float(1 - len(steps)))

@@ -304,6 +304,21 @@ def with_single_taps(program: Program) -> Any:
     return _but(found, shape)
 
 
+def with_few_results(program: Program) -> Any:
+    """Loop IR of a convolution of an image of eight channels to three, in one kernel."""
+    given = [x for x in program.inputs if x.type.numel]
+    shape, space = (8, 6), (3, 6, 8, 3)
+    places = t.coordinates(shape)
+    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    result, point, channel, tap = t.coordinates(space)
+    under = point + tap - 1
+    left = t.index_map(image, space, (channel, under), (under, 5 - under))
+    right = t.index_map(image, space, (channel, result * 2 + tap // 2))
+    found = lift(Program("tensor", "taps", program.inputs, (t.reduce("sum", t.apply("mul", left, right), [2, 3]),)))
+    return _but(found, shape)
+
+
 def with_a_crop(program: Program) -> Any:
     """Loop IR of a sum of what taps read of an image backwards, of which they leave out an end, in one kernel."""
     given = [x for x in program.inputs if x.type.numel]
@@ -439,6 +454,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "schedule:taps_apart": with_taps,
     "schedule:in_pieces_of_images": with_single_taps,
     "online:images_in_place": with_a_crop,
+    "online:taps_after": with_few_results,
     "online:turned_after": with_rows_of_results,
     "online:laid_apart": with_turned_results,
     "online:read_across": lambda program: lift(seasoned(program)),  # fusion leaves few copies

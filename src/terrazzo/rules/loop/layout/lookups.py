@@ -193,10 +193,12 @@ def stored_first(
     told: tuple[str, str, str],
     find: Callable[[l.Kernel, Set[str], Mapping[Any, l.Buffer]], tuple[l.Kernel | l.Call, ...] | None],
     prices: Callable[[l.Kernel, Sequence[Any]], tuple[float, float]],
+    sure: float = 1.0,
 ) -> l.Program:
     """`program` with kernels in several, as `find` has them: those that store operands, and the one that reads these
     (or several, and calls that say what these store pieces of). It gets the names there are and what is stored already.
-    `prices` are those of both ways; and `told` are the pass, the rule, and how it is done otherwise.
+    `prices` are those of both ways, of which the second is to be less than a part of the first, if one is to be `sure`;
+    and `told` are the pass, the rule, and how it is done otherwise.
     """
     pass_name, rule, otherwise = told
     steps: list[l.Kernel | l.Call] = []
@@ -207,8 +209,8 @@ def stored_first(
             *made, whole = found
             inlined, apart = prices(s, found)
             said = f"{inlined / 1000:.1f} us {otherwise}, {apart / 1000:.1f} us stored first"
-            log.add(Event(pass_name, rule, s.name, apart < inlined, said))
-            if apart < inlined:
+            log.add(Event(pass_name, rule, s.name, apart < sure * inlined, said))
+            if apart < sure * inlined:
                 log.applied(pass_name, rule, s.name, [s], [*made, whole])
                 known |= {k.stores[0].value: k.stores[0].buffer for k in made if isinstance(k, l.Kernel)}
                 names |= {k.name for k in made}
