@@ -169,12 +169,13 @@ def _under_taps(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> I
     """A sum over images under taps in pieces, of which a thread takes several taps, where the model says that this is
     faster than a product for each tap, or than threads that share the sum of each.
     """
-    ways, p = under_taps.ways(kernel, gpu), product(kernel)
-    if ways and p is not None:
+    if math.isinf(busy := under_taps.least(kernel, gpu)):
+        return
+    if (p := product(kernel)) is not None:
         others = min(_anyhow(kernel, gpu), after(kernel, p, gpu, divided=True))
-    elif ways:
+    else:
         others = estimate(kernel, gpu).time
-    for way in ways:
+    for way in under_taps.ways(kernel, gpu) if busy < others else ():
         if way.time < others:
             part, rest = way.kernels
             done = joined((_windowed(part, way.window, gpu, pinned), added_up(rest, gpu)))

@@ -167,7 +167,9 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 
 @remembered
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
-    return min((_in_one_piece(kernel, gpu), *(x.time for x in under_taps.ways(kernel, gpu)[:1])))
+    whole = _in_one_piece(kernel, gpu)
+    pieces = under_taps.ways(kernel, gpu) if under_taps.least(kernel, gpu) < whole else ()
+    return min((whole, *(x.time for x in pieces[:1])))
 
 
 def _in_one_piece(kernel: l.Kernel, gpu: Gpu) -> float:
