@@ -129,6 +129,22 @@ def test_products_that_are_hidden_by_infinity_keep_one_number(mask: str, numbers
     assert kept(lambda *x: run(*x), given)[1] == numbers
 
 
+@pytest.mark.parametrize("equations", [("bhid,bhjd->bhij", "bhij,bhjd->bhid"), ("bihd,bjhd->bhij", "bhij,bjhd->bihd")])
+def test_einsums_keep_a_number_for_each_row(equations: tuple[str, str]) -> None:
+    """They give weights a dimension of one element, and move it."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        weights = torch.softmax(torch.einsum(equations[0], q, k) * WIDTH**-0.5, -1)
+        return torch.einsum(equations[1], weights, v)
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, TOKENS, TOKENS, WIDTH) for _ in range(3)]
+    ours, rows = kept(run, given)
+    assert rows == 1
+    for x, y in zip(ours, trained(run, given), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def step(run: Callable[..., Any]) -> tuple[list[torch.Tensor], list[l.Program]]:
     """A training step captured as one program: what it is given, and its kernels when the gradients of its
     softmaxes have been rewritten, and as they are scheduled.

@@ -27,6 +27,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch.utils.checkpoint import CheckpointPolicy
 
+    view_weights(joint.graph)
     kept, more = keep_sums_of_rows(joint.graph, options["num_fwd_outputs"])
     again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
     for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing) | more:
@@ -45,6 +46,30 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     for node in numbers | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
+
+
+def view_weights(graph: Any) -> None:
+    """Have dimensions that `einsum` moves of weights and their gradients, there and back, or that have one element, be
+    parts of views, as other products have them.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    permute, grown = aten.permute.default, (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+    sizes = {x.meta["val"].numel() for x in graph.find_nodes(op="call_function", target=aten._softmax.default)}
+    for node in [x for x in graph.nodes if sizes and x.target in (permute, *grown)]:
+        inner, dims = node.args[0], node.args[1] if node.target == permute else []
+        if node.meta["val"].numel() not in sizes or any(x.op == "output" for x in node.users):
+            continue
+        source = inner
+        if dims and inner.target == permute:
+            source, dims = inner.args[0], [inner.args[1][d] for d in dims]
+        shape = source.meta["val"].shape
+        kept = [d % len(shape) for d in dims if shape[d] != 1]
+        if kept == sorted(kept):
+            node.target, node.args = aten.view.default, (source, [*node.meta["val"].shape])
+        if not inner.users:
+            graph.erase_node(inner)
 
 
 def made_of_nothing(graph: Any) -> set[Any]:
