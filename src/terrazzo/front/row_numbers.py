@@ -233,9 +233,11 @@ def _kinds(product: Any) -> set[Any]:
 
     kinds = set()
     for node in product.args:
-        while len(node.all_input_nodes) == 1 and getattr(node.meta["val"], "dtype", None) is torch.float32:
-            (node,) = node.all_input_nodes
-        kinds.add(getattr(node.meta["val"], "dtype", None))
+        before = node.all_input_nodes
+        while node.meta["val"].dtype is torch.float32 and len(before) == 1 and hasattr(before[0].meta["val"], "dtype"):
+            (node,) = before
+            before = node.all_input_nodes
+        kinds.add(node.meta["val"].dtype)
     return kinds
 
 
