@@ -86,8 +86,8 @@ def _rewrite(
     weights = before.add(aten.exp.default, above)
     made = _made(results, whole)
     dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1
-    kind = min(_kinds(results), key=lambda dtype: dtype.itemsize)
-    if exactly and not dropped and kind.itemsize == 2:
+    kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
+    if exactly and not dropped and kind is not None:
         results, stored, more = _around_mean(graph, results, kind, again)
         made |= {results}
     else:
@@ -97,7 +97,7 @@ def _rewrite(
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
     end = last.add(aten.mul.Tensor, whole, last.add(aten.sub.Tensor, found.above, summed))
     found.end.replace_all_uses_with(end)
-    if torch.float16 in _kinds(results):
+    if kind is torch.float16:
         for node in {whole, *made} - {results}:
             again |= _round(graph, node, torch.float16, {*node.users} - made)
     whole.replace_all_uses_with(weights)
