@@ -55,7 +55,7 @@ from terrazzo.rules.loop.layout.in_place import images_in_place
 from terrazzo.rules.loop.layout.laid_apart import laid_apart
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import looked_up_first
-from terrazzo.rules.loop.layout.phases import phases_apart
+from terrazzo.rules.loop.layout.phases import phases_apart, phases_beside
 from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
 from terrazzo.rules.loop.layout.taps_after import taps_after
@@ -186,7 +186,7 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    placed = images_in_place(phases_apart(taps_after(p, log, price), log, price), log, price)
+    placed = images_in_place(phases_apart(phases_beside(taps_after(p, log, price), log, price), log, price), log, price)
     placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
     made = products_again(results_apart(softmaxes, log, price), log, once, options.materialize, sizes)

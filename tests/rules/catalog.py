@@ -177,6 +177,9 @@ CATALOG: dict[str, Rewrite] = {
     "online:taps_after": of(
         taps_after.taps_after, lambda p: taps_after.taps_after(p, Log(), lambda steps: float(1 - len(steps)))
     ),
+    "online:phases_beside": of(
+        phases.phases_beside, lambda p: phases.phases_beside(p, Log(), lambda steps: float(1 - len(steps)))
+    ),
     "online:phases_apart": of(
         phases.phases_apart, lambda p: phases.phases_apart(p, Log(), lambda steps: float(1 - len(steps)))
     ),

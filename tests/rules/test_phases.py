@@ -15,6 +15,7 @@ from tests.rules.test_catalog import example
 
 from terrazzo import pipelines
 from terrazzo.front.capture import capture
+from terrazzo.hw.gpu import GPUS
 from terrazzo.interp import loop as interpreter
 from terrazzo.interp.torch import call_numpy
 from terrazzo.ir.dialects import kernel as k
@@ -29,6 +30,7 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.layout import phases
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop.layout.phases import phases_apart
+from terrazzo.rules.loop_to_tile.estimate import expected
 
 BEFORE = example(inspect.getdoc(phases_apart) or "", "phases_apart")[0]
 CASES = {
@@ -195,7 +197,7 @@ def test_it_is_chosen(dtype: torch.dtype, taps: int, padding: int, more: int) ->
 def test_it_is_right(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, taps: int, padding: int, more: int) -> None:
     """Where few pixels would be multiplied otherwise, too."""
 
-    def always(program: Any, log: Log, told: Any, find: Any, prices: Any) -> Any:
+    def always(program: Any, log: Log, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
         return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
 
     monkeypatch.setattr(phases, "stored_first", always)
@@ -205,6 +207,45 @@ def test_it_is_right(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, taps: 
     exact, (ours,) = found.fn(*(x.double() for x in args)).numpy(), found.simulated()
     limit = 2e-7 if dtype == torch.float32 else 2.0**-8
     assert np.sqrt(((ours.astype(np.float64) - exact) ** 2).mean() / (exact**2).mean()) <= limit
+
+
+FEW = {
+    "two dimensions": (F.conv_transpose2d, (2, 21, 9, 10), (21, 5, 8, 8), {"stride": 4, "padding": 2}),
+    "one of two": (F.conv_transpose2d, (2, 16, 9, 10), (16, 3, 3, 4), {"stride": (1, 2), "padding": 1}),
+    "of which some have a point less": (F.conv_transpose1d, (4, 24, 33), (24, 6, 6), {"stride": 3, "padding": 4}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_they_are_columns_beside_few_results(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """With infinities, and what follows the sums, which reads what lies at their points."""
+
+    def always(program: Any, log: Log, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
+        return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
+
+    monkeypatch.setattr(phases, "stored_first", always)
+    fn, image, filters, options = FEW[name]
+    torch.manual_seed(0)
+    x, w = torch.randn(image).to(dtype), torch.randn(filters).to(dtype)
+    x.view(-1)[77] = torch.inf
+    more = torch.randn(fn(x, w, **options).shape).to(dtype)
+    found = lowered(lambda x, w, y: torch.relu(fn(x, w, **options) + y), (x, w, more), "sm_90a")
+    assert any(e.rule == "phases_beside" and e.fired for e in found.lowering.log.events)
+    exact = found.fn(*(y.double() for y in (x, w, more))).numpy()
+    ours, seen = found.simulated()[0].astype(np.float64), np.isfinite(exact)
+    assert (np.isposinf(ours) == np.isposinf(exact)).all() and not np.isnan(ours).any()
+    limit = 2e-7 if dtype == torch.float32 else 2.0**-8
+    assert np.sqrt(((ours[seen] - exact[seen]) ** 2).mean() / (exact[seen] ** 2).mean()) <= limit
+
+
+def test_they_are_columns_where_that_is_faster() -> None:
+    """21 classes for every point, of which 64 phases took 21 of 32 columns each: 141 us by the model."""
+    args = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((4, 21, 64, 64), (21, 21, 16, 16))]
+    captured = capture(lambda x, w: F.conv_transpose2d(x, w, stride=8, padding=4), tuple(args), {})
+    found = lowering(captured.program, Options(target="sm_90a", libraries="never"))
+    assert any(e.rule == "phases_beside" and e.fired for e in found.log.events)
+    assert expected(found.loop.steps, GPUS["sm_90a"]) < 60_000
 
 
 READ = {
@@ -229,7 +270,7 @@ def test_it_is_stored_where_it_is_reduced(dtype: torch.dtype, name: str) -> None
 def test_filters_of_few_channels_come_by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """Taps and phases are one dimension of a filter, which no box walks: with one for each there would be eight."""
 
-    def always(program: Any, log: Log, told: Any, find: Any, prices: Any) -> Any:
+    def always(program: Any, log: Log, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
         return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
 
     monkeypatch.setattr(phases, "stored_first", always)

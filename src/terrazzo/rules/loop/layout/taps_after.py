@@ -19,14 +19,10 @@ from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.layout.last_points import with_plain_axes
 from terrazzo.rules.loop.layout.lookups import stored_first
-from terrazzo.rules.loop.layout.phases import in_phases
+from terrazzo.rules.loop.layout.phases import FEW, SURE, in_phases
 from terrazzo.rules.loop_to_tile.products.packed import even
 
 PASS, RULE = "online", "taps_after"
-FEW = 32
-"""Columns that the smallest boxes have: of as many results and more for a point, tiles are filled."""
-SURE = 0.8
-"""How much of the time of other ways it may take: there are two kernels then, or three, and more memory is in use."""
 TIMES = 16
 """How many times as many numbers as are read there are products for taps, at most: they wait in memory."""
 
