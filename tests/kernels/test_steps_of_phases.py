@@ -34,7 +34,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Options, float]] = {
 """An image, filters, how they are multiplied, and how many taps a phase sees in the mean."""
 
 
-def always(program: Any, log: Any, told: Any, find: Any, prices: Any) -> Any:
+def always(program: Any, log: Any, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
     """Few pixels would be multiplied otherwise."""
     return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
 
