@@ -258,6 +258,26 @@ def test_blocks_of_a_cluster_share_sums_where_all_clusters_run_at_once() -> None
     assert alike.tile.m == shared.tile.m == 64 and alike.time < shared.time  # all rows in a tile, which is turned
 
 
+def test_what_a_block_fetches_is_found_once_for_power_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of no cluster draws the power of what it fetches, and one whose ring is short of what it would alone."""
+    (kernel,) = on_meta(plain, 2048, 4096, 14336)
+    p, fetched, asked = site(kernel), traffic.fetched, list[warpgroup_tiles.Tile]()
+    has = HOPPER.warpgroups
+    assert has is not None
+    tiles = {x.tile for x in warpgroups.plans(p, HOPPER) if x.pieces == 1}
+    monkeypatch.setattr(traffic, "fetched", lambda p, tile, *rest: asked.append(tile) or fetched(p, tile, *rest))
+    for tile in tiles:
+        asked.clear()
+        found = warpgroups.work_of(p, tile, traffic.walk(p, tile, HOPPER), HOPPER, has)
+        alone = replace(tile, split=None)
+        if tile.split is None or found.drawn == found.fetched:
+            assert asked == [tile] and found.drawn == found.fetched
+        else:
+            assert asked == [tile, alone]
+            assert found.drawn == fetched(p, alone, has, traffic.alone(p, alone, HOPPER)) > found.fetched
+    assert {t.split for t in tiles} == {None, p.m, p.n}
+
+
 def test_what_boxes_have_beyond_the_end_takes_time() -> None:
     """Of 32 rows, tiles of 64 bring in as many zeros; turned, the batch is on the instruction's columns."""
     (kernel,) = on_meta(plain, 32, 4096, 4096)

@@ -146,13 +146,15 @@ def _plans(p: Product, gpu: Gpu, walk: Walks) -> tuple[Plan, ...]:
     return tuple(plan for plan, _ in sorted((x for x in found if x[0].time < math.inf), key=order))
 
 
-def _drawn(p: Product, tile: Tile, gpu: Gpu, has: Warpgroups) -> float:
-    """Bytes that are fetched for a step, where blocks of a cluster that share them need not wait for each other: while
-    one slot is multiplied and another is about to be freed, the rest of a ring is on its way.
+def _drawn(p: Product, tile: Tile, fetched: float, slots: int, gpu: Gpu, has: Warpgroups) -> float:
+    """Bytes that count for power of those `fetched` for a step: all, where blocks of a cluster that share them need not
+    wait for each other: while one slot is multiplied and another is about to be freed, the rest of a ring is on its
+    way. Else what a block would fetch alone.
     """
     step = 2.0 * tile.m * tile.n * tile.k * facts_of(p).terms * gpu.processors / has.sustained
-    if (_slots(p, tile, gpu) - 2) * step < REACH:
-        tile = replace(tile, split=None)
+    if tile.split is None or (slots - 2) * step >= REACH:
+        return fetched
+    tile = replace(tile, split=None)
     return traffic.fetched(p, tile, has, traffic.alone(p, tile, gpu))
 
 
@@ -279,12 +281,13 @@ def after(p: Product, points: int, has: Warpgroups, tile: Tile | None = None) ->
 def work_of(p: Product, tile: Tile, way: traffic.Walk, gpu: Gpu, has: Warpgroups) -> Work:
     """What the kernel of a tile does, in one piece."""
     (outer, inner), few = steps(p, tile), traffic.alone(p, tile, gpu)
+    fetched, slots = traffic.fetched(p, tile, has, few), _slots(p, tile, gpu)
     return Work(
         tile.m, tile.n, facts_of(p).terms, traffic.clusters(p, tile), tile.blocks,
         steps=outer * ceil(inner, tile.share),
-        fetched=traffic.fetched(p, tile, has, few),
+        fetched=fetched,
         held=_bytes(p, tile),
-        slots=_slots(p, tile, gpu),
+        slots=slots,
         results=results(p).stored,
         rate=result_rate(p, tile, gpu, has) * tile.parts,
         least=_least(p, tile, way, gpu, has),
@@ -301,7 +304,7 @@ def work_of(p: Product, tile: Tile, way: traffic.Walk, gpu: Gpu, has: Warpgroups
         read=_read(p, tile),
         beyond=traffic.beyond(p, tile),
         empty=traffic.empty(tile),
-        drawn=0.0 if promotes(p) else _drawn(p, tile, gpu, has),
+        drawn=0.0 if promotes(p) else _drawn(p, tile, fetched, slots, gpu, has),
     )  # fmt: skip
 
 
@@ -313,15 +316,16 @@ def _least(p: Product, tile: Tile, way: traffic.Walk, gpu: Gpu, has: Warpgroups)
 def _divided(p: Product, tile: Tile, way: traffic.Walk, alone: Work, gpu: Gpu, has: Warpgroups) -> Work:
     """The same of a tile of which blocks of a cluster divide an axis, by what one alone does."""
     few = traffic.alone(p, tile, gpu)
+    fetched = traffic.fetched(p, tile, has, few)
     return alone._replace(
         tiles=traffic.clusters(p, tile),
         blocks=tile.blocks,
-        fetched=traffic.fetched(p, tile, has, few),
+        fetched=fetched,
         least=_least(p, tile, way, gpu, has),
         leaving=traffic.leaving(p, tile, way, has, few),
         beyond=traffic.beyond(p, tile),
         empty=traffic.empty(tile),
-        drawn=0.0 if promotes(p) else _drawn(p, tile, gpu, has),
+        drawn=0.0 if promotes(p) else _drawn(p, tile, fetched, alone.slots, gpu, has),
     )
 
 
