@@ -41,7 +41,7 @@ from terrazzo.rules.loop_to_tile.chains import few_rows
 from terrazzo.rules.loop_to_tile.products import apart, packed, patches, taps, unpacked, written_out
 from terrazzo.rules.loop_to_tile.reductions import mixed, rows, scans_in_pieces, under_taps
 from terrazzo.rules.loop_to_tile.reductions import split as splitting
-from terrazzo.rules.loop_to_tile.walked import collapse
+from terrazzo.rules.loop_to_tile.walked import collapse, windows_of_windows
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
@@ -246,6 +246,9 @@ CATALOG: dict[str, Rewrite] = {
     ),
     "schedule:scanned_piece_by_piece": of(
         scans_in_pieces.scanned_piece_by_piece, kernels(lambda k: scans_in_pieces.scanned_piece_by_piece(k, 2))
+    ),
+    "schedule:windows_of_windows": of(
+        windows_of_windows.windows_of_windows, kernels(windows_of_windows.windows_of_windows)
     ),
     "schedule:split_moments": of(splitting.split_moments, kernels(lambda k: splitting.split_moments(k, 2) or (k,))),
     "schedule:reduced_first": of(splitting.reduced_first, kernels(reduced_first)),

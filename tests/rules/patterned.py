@@ -104,6 +104,23 @@ def with_bias(program: Program) -> loop.Program:
     return fuse(lift(whole), Log(), Rates())
 
 
+def with_windows(program: Program) -> loop.Program:
+    """A program with sums over windows of one axis and maxima over windows of two, which reach beyond the image."""
+    n = sum(x.type.numel for x in program.inputs)
+    long, stride = 5 + n % 3, 1 + n % 2
+    image = Input("image", Type(f32, (4, 9, 11)))
+    i = t.coordinates((4, 9, 5, long))
+    sums = t.reduce("sum", t.index_map(image, (4, 9, 5, long), (i[0], i[1], i[2] * stride // 2 + i[3])), [3])
+    i = t.coordinates((4, 5, 11, 3, 3))
+    place = i[1] * stride + i[3] - 1, i[2] + i[4] - 1
+    inside = (place[0], 8 - place[0], place[1], 10 - place[1])
+    largest = t.reduce("max", t.index_map(image, (4, 5, 11, 3, 3), (i[0], *place), inside), [3, 4])
+    i = t.coordinates((4, 9, 5, long))
+    along = t.reduce("sum", t.index_map(image, (4, 9, 5, long), (i[0], i[1], i[2] + i[3])), [3])
+    results = (*program.results, sums, largest, along)
+    return fuse(lift(Program("tensor", "windows", (*program.inputs, image), results)), Log(), Rates())
+
+
 def two_in_one(x: Any) -> Any:
     """A product with whole numbers each of which holds two elements of a factor."""
     shape = (3, 5, 8)
@@ -453,6 +470,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "schedule:factor_apart": with_products,
     "schedule:taps_apart": with_taps,
     "schedule:in_pieces_of_images": with_single_taps,
+    "schedule:windows_of_windows": with_windows,
     "online:images_in_place": with_a_crop,
     "online:taps_after": with_few_results,
     "online:turned_after": with_rows_of_results,

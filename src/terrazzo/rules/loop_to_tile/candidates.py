@@ -47,6 +47,7 @@ from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, 
 from terrazzo.rules.loop_to_tile.walked.crossed import copying, crossed, points
 from terrazzo.rules.loop_to_tile.walked.threads import SECTOR, size_of, step
 from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
+from terrazzo.rules.loop_to_tile.walked.windows_of_windows import windows_of_windows
 
 FILLED = 0.7
 """How much of the time of its tiles a product may take whose results are written out instead: by what is moved and
@@ -89,6 +90,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     flat = flat_reductions(kernel)
     yield from _alike(flat, kernel, gpu, pinned, pick)
     if reductions.held(rows.flattened(flat), gpu) is None:
+        yield from _windows_of_windows(kernel, gpu, pinned, pick)
         yield from _sums_of_windows(kernel, gpu, pinned, pick)
         yield from _windows(kernel, gpu, pinned)
     if again := cuts.again(kernel, gpu):
@@ -180,6 +182,14 @@ def _under_taps(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> I
             part, rest = way.kernels
             done = joined((_windowed(part, way.window, gpu, pinned), added_up(rest, gpu)))
             yield done.after(("in_pieces_of_images", kernel, way.kernels))
+
+
+def _windows_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
+    """Windows along one axis first and then along another, where that is faster by the model."""
+    parts = windows_of_windows(kernel)
+    if len(parts) > 1 and expected(parts, gpu) < expected([kernel], gpu):
+        done = joined(pick(candidates(x, gpu, pinned, pick)) for x in parts)
+        yield done.after(("windows_of_windows", kernel, parts))
 
 
 def _sums_of_windows(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
