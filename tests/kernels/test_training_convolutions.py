@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
 from terrazzo.ir.dialects import loop as l
 from terrazzo.options import Options
 from terrazzo.pipelines import Lowering, lowering
@@ -126,3 +127,22 @@ def test_few_images_of_few_channels_leave_pieces_of_few_terms(dtype: torch.dtype
     exact = gradients(line)(*(x.double() for x in given))
     for x, y in zip(found.simulated(), exact, strict=True):
         assert np.abs(x - y.numpy()).max() <= (1e-5 if dtype is torch.float32 else 2**-7) * y.abs().max()
+
+
+@pytest.mark.parametrize(("images", "size"), [(16, 10), (32, 12)])
+def test_blocks_share_images_on_cuda_cores(images: int, size: int) -> None:
+    """As for filters of few channels a group, in float32: a block for each of 32 groups went through all of them."""
+
+    def gradient(x: torch.Tensor, g: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        backward = torch.ops.aten.convolution_backward.default
+        return backward(g, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4, [False, True, False])[1]
+
+    torch.manual_seed(0)
+    x, g, w = (torch.randn(s) for s in ((images, 16, size, size), (images, 16, size, size), (16, 4, 3, 3)))
+    found = lowered(gradient, (x, g, w), "sm_90a")
+    part, _ = found.program.steps
+    assert part.grid >= 4 * 4 and set(instructions(found.lowering)) == {"fma.f32"}
+    exact = gradient(x.double(), g.double(), w.double()).numpy()
+    eager = np.abs(gradient(x, g, w).numpy() - exact).max()
+    (out,) = simulator.run(found.program, found.inputs)
+    assert np.abs(np.asarray(out, np.float64) - exact).max() <= 2 * eager

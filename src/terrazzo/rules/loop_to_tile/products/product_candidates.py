@@ -82,12 +82,12 @@ class Shares:
     form: Form
     kernels: tuple[l.Kernel, l.Kernel]
     product: Product
-    plan: warpgroups.Plan
+    plan: tiles.Plan
     time: float
 
     def whole(self, gpu: Gpu) -> tuple[float, l.Kernel, Callable[[], Schedule]]:
         """What all of it takes, and the kernel that must be derived for that, with its schedule."""
-        return self.time, self.kernels[0], partial(warpgroups.schedule, self.product, self.plan, gpu)
+        return self.time, self.kernels[0], partial(tiles.schedule, self.product, self.plan, gpu)
 
 
 @remembered
@@ -100,16 +100,38 @@ def shared(kernel: l.Kernel, gpu: Gpu) -> tuple[Shares, ...]:
             continue
         if any(x.pieces > 1 for x in tiles.on_warpgroups(p, gpu)):  # blocks may share the last
             continue
-        number, steps = max(enumerate(map(size_of, p.axes[:-1])), key=lambda x: x[1])
-        rows = ceil(p.m.extent, ROWS) * ceil(p.n.extent, ROWS)
-        blocks = rows * math.prod(size_of(a) for a in form.kernel.axes if a not in (p.m, p.n))
-        for pieces in taps.shares(steps, blocks, gpu):
-            kernels = taps.cut_along(form.kernel, number, pieces)
-            again = product(kernels[0])
-            if again is not None and not warpgroups.instructions_for(again, gpu)[1]:
+        for kernels, again in _shares(form, p, gpu):
+            if not warpgroups.instructions_for(again, gpu)[1]:
                 plans = [x for x in tiles.on_warpgroups(again, gpu) if x.pieces == 1][:1]
                 found += [Shares(form, kernels, again, x, x.time + taps.meeting(again, gpu)) for x in plans]
-    return tuple(sorted(found, key=lambda x: x.time))
+    return tuple(sorted(found or _on_cores(kernel, gpu), key=lambda x: x.time))
+
+
+def _on_cores(kernel: l.Kernel, gpu: Gpu) -> Iterator[Shares]:
+    """The same on CUDA cores, of a product that runs nowhere else: as of a few channels of each group of a filter."""
+    p = product(kernel)
+    form = merged(kernel, p, gpu) if p is not None else Form(kernel)
+    p = product(form.kernel)
+    if p is None or len(p.sites) != 1 or len(p.axes) < 2:
+        return
+    plans = tiles.plans(p, gpu)
+    if any(x.instruction or x.pieces > 1 for x in plans):
+        return
+    for kernels, again in _shares(form, p, gpu):
+        for x in [x for x in tiles.plans(again, gpu) if x.pieces == 1][:1]:
+            yield Shares(form, kernels, again, x, x.time + taps.meeting(again, gpu))
+
+
+def _shares(form: Form, p: Product, gpu: Gpu) -> Iterator[tuple[tuple[l.Kernel, l.Kernel], Product]]:
+    """A product's partial sums and what adds them up, in as many pieces as fill a machine."""
+    number, steps = max(enumerate(map(size_of, p.axes[:-1])), key=lambda x: x[1])
+    rows = ceil(p.m.extent, ROWS) * ceil(p.n.extent, ROWS)
+    blocks = rows * math.prod(size_of(a) for a in form.kernel.axes if a not in (p.m, p.n))
+    for pieces in taps.shares(steps, blocks, gpu):
+        kernels = taps.cut_along(form.kernel, number, pieces)
+        again = product(kernels[0])
+        if again is not None:
+            yield kernels, again
 
 
 def in_shares(kernel: l.Kernel, p: Product, gpu: Gpu) -> Iterator[Candidate]:
