@@ -51,8 +51,8 @@ template <class T> TZ T tz_fmod(T a, T b) { if constexpr (std::is_floating_point
 template <class T> TZ T tz_mod(T a, T b) {
   T r = tz_fmod(a, b);
   if constexpr (std::is_floating_point_v<T>) {
-    if (r != 0) return (r < 0) != (b < 0) ? r + b : r;
-    return std::copysign((T)0, b);
+    const T zero = std::copysign((T)0, b), next = r + b, found = (r < 0) != (b < 0) ? next : r;
+    return r != 0 ? found : zero;
   } else return (T)(r != 0 && ((r < 0) != (b < 0)) ? r + b : r);
 }
 template <class T> TZ T tz_gcd(T a, T b) { while (b != 0) { T r = tz_rem(a, b); a = b; b = r; } return tz_abs(a); }
