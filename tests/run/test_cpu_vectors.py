@@ -127,6 +127,33 @@ def test_the_least_of_a_short_row_has_vectors(name: str) -> None:
     assert re.search(rf"v{name}ps\b", text)
 
 
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="no x86")
+def test_angles_that_are_chosen_by_a_condition_have_vectors(tmp_path: Path) -> None:
+    """GCC computes calls where they are chosen only, and not those that it does not know in vectors: half of eager's
+    speed, where eager computes all. Of both a sine and a cosine it would make one call, without vectors.
+    """
+    assert COMPILER is not None
+    x, y = torch.randn(4096), torch.randn(4096)
+    text = compiled(lambda x, y: torch.where(x < 0.1, x.sin(), y), tmp_path, x, y)
+    assert "std::sin(" in text and "tz_sin(" not in text
+    both = compiled(lambda x, y: torch.where(x < 0.1, x.sin(), x.cos() * y), tmp_path, x, y)
+    assert "tz_sin(" in both and "tz_cos(" in both and "std::" not in both
+    if "clang" in subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout:
+        return
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp",
+        "-DTZ_VECTOR_MATH",
+        "-march=haswell",
+    ]
+    command = [COMPILER, *flags, "-S", "-x", "c++", "-", "-o", "-"]
+    made = subprocess.run(command, input=prelude() + text, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"call\s+_ZGVdN8v_sinf", made)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_is_rounded_and_widened_again_stays_in_32_bits(dtype: Any, tmp_path: Path) -> None:
     """Nothing is packed and taken apart, and every number is what the two conversions make of it."""

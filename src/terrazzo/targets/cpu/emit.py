@@ -98,6 +98,7 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
         lines.append(f"  {kind}* __restrict {formal} = ({kind}*)buffers[{k}];")
     body = _body(kernel, scope)
     noting = any("tz_among(" in line for line in body)
+    body = _own_angles(body)
     pointers = [scope.buffers[b] for b in arguments(kernel)]
     lines += ["  " + line for line in by_value([noted(x) for x in body] if noting else body, pointers)]
     lines += ["  return bad;", "}"]
@@ -105,6 +106,16 @@ def emit(kernel: l.Kernel) -> tuple[str, str]:
     lines.append(f"int64_t {name}_spans[] = {{{', '.join(map(str, (len(spans), *spans)))}}};")
     more = remainders() if any("tz_mod(" in line or "tz_fmod(" in line for line in body) else ""
     return name, prelude() + more + "\n".join(lines) + "\n"
+
+
+def _own_angles(body: list[str]) -> list[str]:
+    """Statements with sines or cosines but not both: these are GCC's own, of which it has vectors also where they are
+    one of two by a condition. Of both it would make one call.
+    """
+    found = {name for name in ("sin", "cos") if any(f"tz_{name}(" in line for line in body)}
+    return (
+        [line.replace(f"tz_{name}(", f"std::{name}(") for name in found for line in body] if len(found) == 1 else body
+    )
 
 
 def _body(kernel: l.Kernel, scope: Scope) -> list[str]:
