@@ -34,6 +34,9 @@ template <class T> TZ T tz_max(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) return a != a ? a : most;
   else return most;
 }
+// The least and the largest of numbers, as fmin and fmax have them, which GCC has no vectors of.
+template <class T> TZ T tz_fmin(T a, T b) { const T least = a < b ? a : b; return b != b ? a : least; }
+template <class T> TZ T tz_fmax(T a, T b) { const T most = a > b ? a : b; return b != b ? a : most; }
 // The smallest number of 16 bits is its own absolute value. ptxas of CUDA 13.0 has abs.s16 in 32 bits and compares 32768.
 template <class T> TZ T tz_abs(T x) {
   if constexpr (std::is_floating_point_v<T>) return std::fabs(x);

@@ -133,8 +133,8 @@ SCALARS = _table(
     # minimum and maximum propagate NaN, as PyTorch's do; fmin and fmax prefer the number
     Scalar("min", 2, _same(*_ANY), np.minimum, "tz_min({0}, {1})"),
     Scalar("max", 2, _same(*_ANY), np.maximum, "tz_max({0}, {1})"),
-    Scalar("fmin", 2, _same(*_FLOAT), np.fmin, "fmin{f}({0}, {1})"),
-    Scalar("fmax", 2, _same(*_FLOAT), np.fmax, "fmax{f}({0}, {1})"),
+    Scalar("fmin", 2, _same(*_FLOAT), np.fmin, "tz_fmin({0}, {1})"),
+    Scalar("fmax", 2, _same(*_FLOAT), np.fmax, "tz_fmax({0}, {1})"),
     # rounding; round goes to even at ties
     Scalar("floor", 1, _same(*_FLOAT), np.floor, "floor{f}({0})"),
     Scalar("ceil", 1, _same(*_FLOAT), np.ceil, "ceil{f}({0})"),

@@ -2,8 +2,8 @@
 // quotient in float64 of less than 2^28, cut, times the divisor is exact, and so is what is left of the dividend; that is
 // a divisor too little where the quotient was rounded up. Where any lane has a larger quotient, or none, all are fmodf's.
 #if defined(TZ_VECTOR_MATH) && !defined(TZ_REMAINDERS)
-extern "C" __attribute__((simd("notinbranch"), const)) float tz_fmodf(float, float) noexcept __asm__("fmodf");
-template <> inline __attribute__((always_inline)) float tz_fmod<float>(float a, float b) { return tz_fmodf(a, b); }
+extern "C" __attribute__((simd("notinbranch"))) float fmodf(float, float) noexcept;
+extern "C" float tz_plain_fmodf(float, float) noexcept __asm__("fmodf");  // which is not among those
 template <int n> struct tz_lanes {
   typedef float singles __attribute__((vector_size(4 * n)));
   typedef double doubles __attribute__((vector_size(8 * n)));
@@ -37,7 +37,7 @@ template <int n> TZ typename tz_lanes<n>::singles tz_fmods(typename tz_lanes<n>:
   memcpy(a, &x, sizeof a), memcpy(b, &y, sizeof b);
   for (int k = 0; k < n; k += lanes)
     if (!tz_remainders<lanes>(a + k, b + k, r + k))
-      for (int i = k; i < k + lanes; i++) r[i] = fmodf(a[i], b[i]);
+      for (int i = k; i < k + lanes; i++) r[i] = tz_plain_fmodf(a[i], b[i]);
   memcpy(&x, r, sizeof r);
   return x;
 }

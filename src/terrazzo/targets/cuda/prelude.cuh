@@ -119,6 +119,10 @@ TZ float tz_to_odd(double x) {
   return __uint_as_float(inexact ? (away ? u - 1 : u + 1) : u);
 }
 #if __CUDA_ARCH__ >= 800  // one instruction for a comparison, a test for NaN and two selections
+TZ float tz_fmin(float a, float b) { return ::fminf(a, b); }
+TZ float tz_fmax(float a, float b) { return ::fmaxf(a, b); }
+TZ double tz_fmin(double a, double b) { return ::fmin(a, b); }
+TZ double tz_fmax(double a, double b) { return ::fmax(a, b); }
 TZ float tz_min(float a, float b) { float y; asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 TZ float tz_max(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 #endif
