@@ -15,6 +15,7 @@ from terrazzo.front.attention import attention_traced
 from terrazzo.front.capture import capture
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
+from terrazzo.front.written_out import product
 from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.node import transformed
@@ -104,13 +105,55 @@ def test_rows_of_gradients_add_up_to_nothing_where_that_is_asked_for(dtype: torc
     def written_out(q: Any, k: Any, v: Any) -> Any:
         return torch.softmax(q @ k.transpose(-1, -2) * WIDTH**-0.5, -1) @ v
 
+    def unrounded(q: Any, k: Any, v: Any) -> Any:
+        scores = product(None, dtype, False, q, k.transpose(-1, -2)) * WIDTH**-0.5
+        return product(None, dtype, True, torch.softmax(scores, -1), v)
+
     def error(found: list[torch.Tensor]) -> float:
         return float((found[1].double() - right[1]).norm() / right[1].norm())
 
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         right = trained(F.scaled_dot_product_attention, [x.double() for x in given])
-        rounded, exact = (kept(lambda *x: F.scaled_dot_product_attention(*x), given, way)[0] for way in (False, True))
+        rounded, exact = (kept(unrounded, given, way)[0] for way in (False, True))
     assert error(exact) <= error(trained(written_out, given)) < error(rounded) / 2
+
+
+def test_rows_that_see_nothing_give_nothing_of_what_values_have_in_common() -> None:
+    """Weights that are all 0 beside those that are taken around their mean in the same graph."""
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, TOKENS, WIDTH) + x for x in (0, 0, 3)]
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(-1)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+    ours = kept(run, [x.bfloat16() for x in given], True)[0]
+    for found, right in zip(ours, trained(run, [x.bfloat16().double() for x in given]), strict=True):
+        assert (found[..., 0, :] - right[..., 0, :]).abs().max() <= 0.02 * right.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_that_few_keys_have_are_in_common_with_no_others(dtype: torch.dtype) -> None:
+    """Of two keys of eight, which are hidden, values are 100 times as large: their mean is not what others have."""
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, 8, WIDTH) + x for x in (0, 0, 3)]
+    given[2][..., 6:, :] *= 100
+    hidden = torch.zeros(8, 8)
+    hidden[:, 6:] = -torch.inf
+
+    def written_out(q: Any, k: Any, v: Any) -> Any:
+        scores = q @ k.transpose(-1, -2) + hidden.to(q.dtype)
+        return torch.softmax(scores, -1, torch.promote_types(q.dtype, torch.float32)).to(v.dtype) @ v
+
+    def unrounded(q: Any, k: Any, v: Any) -> Any:
+        scores = product(None, dtype, False, q, k.transpose(-1, -2)) + hidden
+        return product(None, dtype, True, torch.softmax(scores, -1), v)
+
+    narrow = [x.to(dtype) for x in given]
+    right = trained(written_out, [x.double() for x in narrow])
+    ours, eager = kept(unrounded, narrow, True)[0], trained(written_out, narrow)
+    for found, theirs, exact in zip(ours, eager, right, strict=True):
+        assert (found.double() - exact).norm() <= 2 * (theirs.double() - exact).norm()
 
 
 @pytest.mark.parametrize(("mask", "numbers"), [("none", 1), ("causal", 1), ("places", 1), ("bias", 2)])

@@ -21,7 +21,9 @@ from terrazzo.front.nodes import Nodes
 from terrazzo.rules.loop.attention.gradients import HEAD
 
 COMMON = 8
-"""Of the largest value, the part that their mean is at least where values have much in common."""
+"""Values have much in common where the largest is no more than so many times their mean, and that no more than so many
+times their harmonic mean: what a few have that are far larger, and perhaps hidden, is not in common with the others.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,9 @@ def _rewrite(
     above = before.add(aten.sub.Tensor, moved, rows)
     weights = before.add(aten.exp.default, above)
     made = _made(results, whole)
-    dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1
+    dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1, nor do those of hidden rows
     kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
-    if exactly and not dropped and kind is not None:
+    if exactly and whole is found.softmax and not dropped and kind is not None:
         results, stored, more = _around_mean(graph, results, kind, again)
         made |= {results}
     else:
@@ -175,13 +177,15 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
     weights, values = results.args
     wide, before = results.meta["val"].dtype, Nodes(graph, results)
     mean = before.add(aten.mean.dim, values, [1], True)
-    largest = before.add(aten.amax.default, before.add(aten.abs.default, values), [1], True)
-    most = before.add(aten.mul.Scalar, before.add(aten.abs.default, mean), COMMON)
-    common = before.add(
-        aten.logical_and.default,
-        before.add(aten.ge.Tensor, most, largest),
+    sizes, most = before.add(aten.abs.default, values), before.add(aten.abs.default, mean)
+    largest = before.add(aten.amax.default, sizes, [1], True)
+    inverse = before.add(aten.mean.dim, before.add(aten.reciprocal.default, sizes), [1], True)
+    common = before.add(aten.ge.Tensor, before.add(aten.mul.Scalar, most, COMMON), largest)
+    for test in (
+        before.add(aten.le.Scalar, before.add(aten.mul.Tensor, most, inverse), COMMON),
         before.add(aten.le.Scalar, largest, torch.finfo(dtype).max / 2),
-    )
+    ):
+        common = before.add(aten.logical_and.default, common, test)
     mean = before.add(aten.where.self, common, mean, before.add(aten.zeros_like.default, mean))
     middle = before.add(aten._to_copy.default, mean, dtype=dtype)
     added = before.add(aten._to_copy.default, middle, dtype=wide)
