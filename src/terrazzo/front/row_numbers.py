@@ -179,7 +179,9 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
     mean = before.add(aten.mean.dim, values, [1], True)
     sizes, most = before.add(aten.abs.default, values), before.add(aten.abs.default, mean)
     largest = before.add(aten.amax.default, sizes, [1], True)
-    inverse = before.add(aten.mean.dim, before.add(aten.reciprocal.default, sizes), [1], True)
+    least = before.add(aten.mul.Scalar, most, 1 / COMMON**2)  # a few that are 0 do not matter
+    inverse = before.add(aten.reciprocal.default, before.add(aten.maximum.default, sizes, least))
+    inverse = before.add(aten.mean.dim, inverse, [1], True)
     common = before.add(aten.ge.Tensor, before.add(aten.mul.Scalar, most, COMMON), largest)
     for test in (
         before.add(aten.le.Scalar, before.add(aten.mul.Tensor, most, inverse), COMMON),
