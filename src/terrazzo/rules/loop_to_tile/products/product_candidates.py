@@ -28,6 +28,8 @@ COPIED = 1.25
 """Of what its bytes take, what a copy does, beside ways that need none: 225 us for the patches of a layer of wav2vec,
 of 372 in all, where boxes took 250 (H100).
 """
+FEW = 16
+"""Rows or columns below which a product in float32 stays on CUDA cores: parts of its numbers would fill no tile."""
 
 
 def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule]) -> Iterator[Candidate]:
@@ -112,7 +114,7 @@ def _on_cores(kernel: l.Kernel, gpu: Gpu) -> Iterator[Shares]:
     p = product(kernel)
     form = merged(kernel, p, gpu) if p is not None else Form(kernel)
     p = product(form.kernel)
-    if p is None or len(p.sites) != 1 or len(p.axes) < 2:
+    if p is None or len(p.sites) != 1 or len(p.axes) < 2 or min(size_of(p.m), size_of(p.n)) >= FEW:
         return
     plans = tiles.plans(p, gpu)
     if any(x.instruction or x.pieces > 1 for x in plans):
