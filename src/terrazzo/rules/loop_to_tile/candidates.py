@@ -174,7 +174,7 @@ def _under_taps(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule]) -> I
     if math.isinf(busy := under_taps.least(kernel, gpu)):
         return
     if (p := product(kernel)) is not None:
-        others = min(_anyhow(kernel, gpu), after(kernel, p, gpu, divided=True))
+        others = min(_anyhow(kernel, gpu), after(kernel, p, gpu, divided=True), _beside_each_other(kernel, p, gpu))
     else:
         others = estimate(kernel, gpu).time
     for way in under_taps.ways(kernel, gpu) if busy < others else ():
@@ -324,10 +324,17 @@ def _written_out(
     kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
 ) -> Iterator[Candidate]:
     """A product of few results as sums beside each other, which all threads share."""
-    *before, after = written_out(kernel)
-    if before and sum(estimate(x, gpu).time for x in (*before, after)) < FILLED * _soonest(kernel, p, gpu):
-        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in (*before, after))
-        yield whole.after(("written_out", kernel, (*before, after)))
+    if math.isfinite(_beside_each_other(kernel, p, gpu)):
+        made = written_out(kernel)
+        whole = joined(pick(candidates(x, gpu, pinned, pick)) for x in made)
+        yield whole.after(("written_out", kernel, made))
+
+
+def _beside_each_other(kernel: l.Kernel, p: Product, gpu: Gpu) -> float:
+    """Nanoseconds of a product so, by the model; infinity where it is not faster than tiles."""
+    made = written_out(kernel)
+    time = sum(estimate(x, gpu).time for x in made) if len(made) > 1 else math.inf
+    return time if time < math.inf and time < FILLED * _soonest(kernel, p, gpu) else math.inf
 
 
 def _across(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:

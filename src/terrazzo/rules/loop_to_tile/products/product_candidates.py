@@ -40,10 +40,10 @@ def in_boxes(kernel: l.Kernel, p: Product, gpu: Gpu, pinned: Mapping[str, Schedu
     if not ways:
         return
     why = "boxes are brought in along what is summed over, and memory runs otherwise"
-    first, _ = copied(ways[0][1].copies, why, gpu, pinned)
     others = min(best(merged(kernel, p, gpu).kernel, gpu), after(kernel, p, gpu))
     for time, form, plan in ways:
         if time < others:
+            first, _ = copied(form.copies, why, gpu, pinned)
             chosen = form.moved.kernel, boxes.schedule(form.moved, plan, gpu), "boxes", str(plan)
             rest = (added_up(x, gpu) for x in form.rest)
             yield joined((first, Candidate((chosen,)), *rest)).after(*form.rewrites)
@@ -62,9 +62,9 @@ def by_taps(
     tiled_time = best(merged(kernel, p, gpu).kernel, gpu)
     others = tiled_time if later else min(tiled_time, sooner)
     why = "boxes are brought in along channels, and memory runs otherwise"
-    first, _ = copied(ways[0].turned[:-1], why, gpu, pinned)
     for way in ways:
         if way.time < others and not (later and way.time < sooner):
+            first, _ = copied(way.turned[:-1], why, gpu, pinned)
             rest = (added_up(x, gpu) for x in way.kernels[1:])
             done = joined((first, Candidate((tiled(way.product, way.plan, gpu),)), *rest))
             yield done.after(("channels_beside", kernel, way.turned), ("taps_apart", way.turned[-1], way.kernels))
