@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from terrazzo.bench.models import models, traced
 from terrazzo.front.capture import capture
 from terrazzo.hw import library, processor
 from terrazzo.hw.gpu import GPUS
+from terrazzo.interp import loop as interpreter
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import topological
@@ -59,12 +61,6 @@ def conv(x: Any, w: Any) -> Any:
 
 # What is slower by far on an H200 by the model, and was when it was measured (h200-baselines), or by how it is built.
 SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
-    "transposed, to three channels": (
-        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=3, output_padding=1),
-        (meta(32, 64, 112, 112, dtype=BF16), meta(64, 3, 7, 7, dtype=BF16)),
-        "convolution",
-    ),
-    "a scan of a long row": (lambda x: x.cumsum(-1), (meta(1 << 24),), "cumsum"),
     "many tensors side by side": (lambda *x: torch.cat(x, -1), (meta(8192, 128),) * 24, "cat"),
     "many that were converted": (
         lambda *x: torch.cat([(y.float() * 2).bfloat16() for y in x]),
@@ -72,15 +68,19 @@ SLOWER: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         "cat",
     ),
     "a function in float64": (torch.digamma, (meta(4096, 8192),), "digamma"),
-    "what a mask takes": (
-        lambda x, m, y: x.masked_scatter(m, y),
-        (meta(5120, 5120), meta(5120, 5120, dtype=torch.bool), meta(5120, 5120)),
-        "masked_scatter",
-    ),
 }  # fmt: skip
 OURS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "3x3": (conv, (meta(32, 64, 56, 56, dtype=BF16, last=True), meta(64, 64, 3, 3, dtype=BF16, last=True))),
     "3x3 of f32": (conv, (meta(32, 64, 56, 56), meta(64, 64, 3, 3))),
+    "transposed, to three channels": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=3, output_padding=1),
+        (meta(32, 64, 112, 112, dtype=BF16), meta(64, 3, 7, 7, dtype=BF16)),
+    ),
+    "a scan of a long row": (lambda x: x.cumsum(-1), (meta(1 << 24),)),
+    "what a mask takes": (
+        lambda x, m, y: x.masked_scatter(m, y),
+        (meta(5120, 5120), meta(5120, 5120, dtype=torch.bool), meta(5120, 5120)),
+    ),
     "transposed, in 16 bits": (
         lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),
         (meta(16, 128, 64, 64, dtype=BF16), meta(128, 64, 4, 4, dtype=BF16)),
@@ -149,15 +149,15 @@ def test_decoder_layers_in_bf16_call_nothing(name: str) -> None:
 
 
 def test_the_choice_is_told_with_both_prices() -> None:
-    fn, args, _ = SLOWER["transposed, to three channels"]
+    fn, args, _ = SLOWER["many tensors side by side"]
     done = lowering(capture(fn, args).program, Options(target="sm_90a"))
     (event,) = (e for e in done.log.events if e.rule == "library")
     assert event.fired
-    told = r"aten.convolution.default: ours [\d.]+ us by the model, the library's 265.1 us"
+    told = r"aten.cat.default: ours [\d.]+ us by the model, the library's 55.4 us"
     assert re.fullmatch(told, event.reason)
     (call,) = done.loop.steps
     assert isinstance(call, l.Call)
-    assert price(call, GPUS["sm_90a"]) == pytest.approx(265_145, rel=1e-3)
+    assert price(call, GPUS["sm_90a"]) == pytest.approx(55_429, rel=1e-3)
 
 
 # Microseconds on an H200 (20 and 21 November 2026).
@@ -213,7 +213,7 @@ MEASURED = {
     ),
     "scatter of few": (OURS["few of many rows written"], 63.4),
     "cat": (SLOWER["many tensors side by side"][:2], 54.6),
-    "masked_scatter": (SLOWER["what a mask takes"][:2], 296.3),
+    "masked_scatter": (OURS["what a mask takes"], 296.3),
     "index_add": (
         (lambda x, i, y: x.index_add(-1, i, y), (meta(5120, 5120), meta(5120, dtype=torch.int64), meta(5120, 5120))),
         442.6,
@@ -272,7 +272,7 @@ def test_a_convolution_in_three_dimensions_is_slow(name: str) -> None:
     assert price(op, GPUS["sm_90a"]) / 1e3 == pytest.approx(took, rel=0.3)
 
 
-def test_a_gradient_in_16_bits_is_called_whatever_it_is_made_of() -> None:
+def test_a_gradient_in_16_bits_has_both_prices_whatever_it_is_made_of() -> None:
     """That of a loss in float32 was ours, unasked: weights of 3 to 128 channels under 125 taps."""
     x, w = (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((8, 3, 24, 24, 24), (3, 128, 5, 5, 5)))
 
@@ -284,7 +284,7 @@ def test_a_gradient_in_16_bits_is_called_whatever_it_is_made_of() -> None:
 
     program = capture(gradient, (x, w)).program
     done = lowering(program, Options(target="sm_90a"))
-    assert any(s.name == "aten.convolution_backward.default" for s in done.loop.steps)
+    assert any(e.rule == "library" and e.subject == "convolution_backward" for e in done.log.events)
 
 
 def test_every_record_says_where_it_is_from() -> None:
@@ -409,6 +409,34 @@ def test_ops_that_may_rely_on_their_strides_get_copies() -> None:
     assert pass_views(neg, Log()) is neg
 
 
+AMONG_OTHERS = """
+@loop
+def f(x: f32[3, 2], y: f32[3, 4]):
+    with kernel('s', s=f32[2], t=f32[2, 3]):
+        for a0 in free(2):
+            for r0 in reduce(3):
+                in0 = x[r0, a0]
+                acc0 <- sum(in0)
+            s[a0] = acc0
+            for a1 in free(3):
+                in1 = x[a1, a0]
+                t[a0, a1] = in1
+    z, = call('aten.mm.default', t, y, _types=(f32[2, 4],))
+    return (s, z)
+"""
+
+
+def test_a_copy_that_a_kernel_stores_beside_others_is_a_view() -> None:
+    """As a gradient is turned where a bias' gradient adds it up: each layer of a net copied it, and kept the copies."""
+    program = parse(AMONG_OTHERS)
+    kernel, call = (found := pass_views(program, Log())).steps
+    assert [b.name for b in kernel.writes] == ["s"] and len(kernel.axes) == 1
+    assert isinstance(call, l.Call) and show(found).count("view(x, [2, 3], [1, 2], 0)") == 1
+    given = {b.name: np.random.default_rng(0).random(b.type.static_shape, np.float32) for b in program.inputs}
+    for ours, right in zip(interpreter.run(found, given), interpreter.run(program, given), strict=True):
+        np.testing.assert_array_equal(ours, right)
+
+
 @pytest.mark.parametrize(
     ("view", "why"),
     [
@@ -449,8 +477,9 @@ def test_ops_that_no_rule_lowers_are_given_what_eager_gives_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, BF16])
-def test_scans_of_one_row_have_a_price_whatever_their_type(dtype: Any) -> None:
-    assert calls(lambda x: x.cumsum(-1), meta(1, 1 << 24, dtype=dtype)) == ["aten.cumsum.default"]
+def test_scans_of_one_row_are_ours_whatever_their_type(dtype: Any) -> None:
+    """In pieces: a row of 4 M float32 took 27 us, and PyTorch 42 (H200)."""
+    assert calls(lambda x: x.cumsum(-1), meta(1, 1 << 24, dtype=dtype)) == []
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_90a"])

@@ -14,7 +14,7 @@ from terrazzo.ir.sites import Product, product
 from terrazzo.rules.loop.attention.frames import in_frames
 from terrazzo.rules.loop_to_tile.candidate import Candidate, Chosen, Rewrite, joined
 from terrazzo.rules.loop_to_tile.chains import chains
-from terrazzo.rules.loop_to_tile.estimate import estimate, expected, least
+from terrazzo.rules.loop_to_tile.estimate import estimate, expected, in_one_piece, least
 from terrazzo.rules.loop_to_tile.products import taps
 from terrazzo.rules.loop_to_tile.products.apart import factor_apart, products_apart, results_apart, stores_apart
 from terrazzo.rules.loop_to_tile.products.forms import Form, for_warpgroups, merged
@@ -33,14 +33,17 @@ from terrazzo.rules.loop_to_tile.products.product_candidates import (
 from terrazzo.rules.loop_to_tile.products.results import results
 from terrazzo.rules.loop_to_tile.products.unpacked import digits_summed
 from terrazzo.rules.loop_to_tile.products.written_out import written_out
-from terrazzo.rules.loop_to_tile.reductions import cuts, mixed, reduced, reductions, rows, scans, under_taps
-from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, alone, in_pieces, meeting, partial_states, together
-from terrazzo.rules.loop_to_tile.reductions.scans_in_pieces import (
-    most_pieces,
-    pieces,
-    scanned_in_pieces,
-    scanned_piece_by_piece,
+from terrazzo.rules.loop_to_tile.reductions import (
+    cuts,
+    mixed,
+    reduced,
+    reductions,
+    rows,
+    scans,
+    scans_in_pieces,
+    under_taps,
 )
+from terrazzo.rules.loop_to_tile.reductions.pieces import added_up, alone, in_pieces, meeting, partial_states, together
 from terrazzo.rules.loop_to_tile.reductions.split import moments, reduced_first, split_moments
 from terrazzo.rules.loop_to_tile.walked import threads, windows
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse, digits_apart, flat_reductions
@@ -100,7 +103,7 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     if not reduces or not any(isinstance(a.extent, int) and a.extent > 1 for r in reduces for a in r.axes):
         if (sharing := scans.shared(flat, gpu)) is not None:
             whole, bound, what = sharing
-            yield from (x.after(flattened) for x in _scans_in_pieces(flat, bound, gpu, pinned, pick))
+            yield from (x.after(flattened) for x in _scans_in_pieces(flat, gpu, pinned, pick))
             yield Candidate(((whole, bound, "scan", what),)).after(flattened, ("merge_axes", flat, (whole,)))
         yield from (x.after(flattened) for x in _stores_apart(flat, gpu, pinned, pick))
         form, own, why, rewrite = points(flat, gpu)
@@ -128,19 +131,13 @@ def candidates(kernel: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick:
     yield Candidate(((flat, *plain),)).after(flattened)
 
 
-def _scans_in_pieces(
-    flat: l.Kernel, whole: Schedule, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick
-) -> Iterator[Candidate]:
+def _scans_in_pieces(flat: l.Kernel, gpu: Gpu, pinned: Mapping[str, Schedule], pick: Pick) -> Iterator[Candidate]:
     """Scans of rows that are few and long, in pieces over the grid, where that is faster by the model."""
-    equal, most = pieces(flat, whole, gpu), most_pieces(flat, whole, gpu)
-    ways = {"scanned_in_pieces": scanned_in_pieces(flat, equal)}
-    if equal < most:
-        ways["scanned_piece_by_piece"] = scanned_piece_by_piece(flat, most)
-    known = {name: (expected(parts, gpu), parts) for name, parts in ways.items() if len(parts) > 1}
-    name, (time, parts) = min(known.items(), key=lambda x: x[1][0], default=("", (math.inf, ())))
-    if time < expected([flat], gpu):
+    known = [(expected(parts, gpu), name, parts) for name, parts in scans_in_pieces.ways(flat, gpu).items()]
+    time, name, parts = min(known, key=lambda x: x[0], default=(math.inf, "", ()))
+    if time < in_one_piece(flat, gpu):
         done = joined(pick(candidates(x, gpu, pinned, pick)) for x in parts)
-        yield done.after((name, flat, tuple(parts)))
+        yield done.after((name, flat, parts))
 
 
 def _alike(

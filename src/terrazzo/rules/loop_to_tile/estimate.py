@@ -30,7 +30,7 @@ from terrazzo.rules.loop_to_tile.products.forms import columns_merged, for_warpg
 from terrazzo.rules.loop_to_tile.products.image_forms import boxed
 from terrazzo.rules.loop_to_tile.products.product_candidates import shared
 from terrazzo.rules.loop_to_tile.products.stored import stored
-from terrazzo.rules.loop_to_tile.reductions import reduced, scans, under_taps
+from terrazzo.rules.loop_to_tile.reductions import reduced, scans, scans_in_pieces, under_taps
 from terrazzo.rules.loop_to_tile.walked import windows
 from terrazzo.rules.loop_to_tile.walked.window_forms import multiplied_by_threads
 from terrazzo.rules.tile.reach import share
@@ -167,13 +167,16 @@ def expected(steps: Iterable[l.Kernel | l.Call], gpu: Gpu) -> float:
 
 @remembered
 def _expected(kernel: l.Kernel, gpu: Gpu) -> float:
-    whole = _in_one_piece(kernel, gpu)
+    whole = in_one_piece(kernel, gpu)
     pieces = under_taps.ways(kernel, gpu) if under_taps.least(kernel, gpu) < whole else ()
-    return min((whole, *(x.time for x in pieces[:1])))
+    scanned = (expected(parts, gpu) for parts in scans_in_pieces.ways(kernel, gpu).values())
+    return min((whole, *(x.time for x in pieces[:1]), *scanned))
 
 
-def _in_one_piece(kernel: l.Kernel, gpu: Gpu) -> float:
-    """What a kernel takes, with products in pieces of their steps; but no sum over images is cut for windows."""
+def in_one_piece(kernel: l.Kernel, gpu: Gpu) -> float:
+    """What a kernel takes, with products in pieces of their steps; but no sum over images is cut for windows, and no
+    scan.
+    """
     found = _reduced(kernel, gpu) or _tiled(kernel, gpu)
     if found is not None:
         return found

@@ -6,6 +6,7 @@ from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.expr import Var
 from terrazzo.ir.node import substitute
 from terrazzo.rewrite.rule import Event, Log
 from terrazzo.rules.torch_to_tensor.library import takes_any_strides
@@ -33,11 +34,10 @@ def pass_views(program: l.Program, log: Log) -> l.Program:
     needed = set(program.results) | {b for s in program.steps if isinstance(s, l.Kernel) for b in s.reads}
     asked = {b for s in program.steps if isinstance(s, l.Call) and not takes_any_strides(s.name) for b in s.reads}
     views: dict[Any, l.View] = {}
-    for s in program.steps:
-        if not isinstance(s, l.Kernel) or len(s.stores) > 1 or s.writes[0] in needed or (found := _view(s)) is None:
-            continue
-        if s.writes[0] not in asked or _lies_like(found, s.writes[0]):
-            views[s.writes[0]] = found
+    for store in (x for s in program.steps if isinstance(s, l.Kernel) for x in s.stores):
+        found = _view(store) if store.buffer not in needed else None
+        if found is not None and (store.buffer not in asked or _lies_like(found, store.buffer)):
+            views[store.buffer] = found
     if not views:
         return program
     for buffer, view in views.items():
@@ -46,8 +46,11 @@ def pass_views(program: l.Program, log: Log) -> l.Program:
     for s in program.steps:
         if isinstance(s, l.Call):
             steps.append(s if views.keys().isdisjoint(s.reads) else _given(s, views))
-        elif s.writes[0] not in views:
+        elif views.keys().isdisjoint(s.writes):
             steps.append(s)
+        elif stores := tuple(x for x in s.stores if x.buffer not in views):
+            axes = tuple(a for a in s.axes if any(a in x.free for x in stores))
+            steps.append(l.Kernel(s.name, axes, stores, s.source))
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
@@ -69,19 +72,18 @@ def _argument(value: Any, views: dict[Any, l.View]) -> Any:
     return views.get(value, value) if isinstance(value, l.Buffer) else value
 
 
-def _view(kernel: l.Kernel) -> l.View | None:
+def _view(store: l.Store) -> l.View | None:
     """What a kernel copies, as a view of where it is; None where it does more, or where strides cannot say it."""
-    (store,) = kernel.stores
     load, shape = store.value, store.buffer.type.shape
     if not isinstance(load, l.Load) or load.inside or not all(isinstance(e, int) for e in shape):
         return None
     place = flatten(load.index, load.buffer.type.element_strides)
     strides = []
     for at, extent in zip(store.index, shape, strict=True):
-        step = 0 if at == 0 else coefficient(place, at) if at in kernel.axes else None
+        step = 0 if at == 0 else coefficient(place, at) if isinstance(at, Var) else None
         if not isinstance(step, int) or step < 0:
             return None
         strides.append(step if extent != 1 else 1)
-    offset = substitute(place, dict.fromkeys(kernel.axes, 0))
+    offset = substitute(place, {at: 0 for at in store.index if isinstance(at, Var)})
     found = all(isinstance(s, int) for s in shape) and isinstance(offset, int) and offset >= 0
     return l.View(load.buffer, tuple(shape), tuple(strides), offset) if found else None  # type: ignore[arg-type]

@@ -19,12 +19,26 @@ from terrazzo.ir.schedule import Like, Schedule
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.fusion.inline import select
-from terrazzo.rules.loop_to_tile.reductions.scans import column_of
+from terrazzo.rules.loop_to_tile.reductions.scans import column_of, shared
 from terrazzo.rules.loop_to_tile.reductions.split import axis_of_pieces, moved
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
 
 LONG = 512
 """Steps of a piece, at least: with less, three launches are what takes time."""
+
+
+def ways(kernel: l.Kernel, gpu: Gpu) -> dict[str, tuple[l.Kernel, ...]]:
+    """How a kernel's scans may be in pieces that fill a GPU, by the names of the rewrites; none where they are short,
+    or fill it anyway.
+    """
+    if not kernel.scans or (sharing := shared(kernel, gpu)) is None:
+        return {}
+    _, whole, _ = sharing
+    equal, most = pieces(kernel, whole, gpu), most_pieces(kernel, whole, gpu)
+    found = {"scanned_in_pieces": scanned_in_pieces(kernel, equal)}
+    if equal < most:
+        found["scanned_piece_by_piece"] = scanned_piece_by_piece(kernel, most)
+    return {name: parts for name, parts in found.items() if len(parts) > 1}
 
 
 def pieces(kernel: l.Kernel, whole: Schedule, gpu: Gpu) -> int:
