@@ -18,6 +18,12 @@ def of_words(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.linear(x, w).float(), WANTED)
 
 
+def attending(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Beside what is computed again of attention, where PyTorch looks for the least that can be kept."""
+    heads = x.view(1, 2, ROWS // 2, WIDTH)
+    return of_words(F.scaled_dot_product_attention(heads, heads, heads).view(ROWS, WIDTH), w)
+
+
 def smoothed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(F.linear(x, w), WANTED, label_smoothing=0.1)
 
@@ -68,7 +74,7 @@ def test_gradients_are_right(call: Callable[..., Any], dtype: torch.dtype) -> No
         assert errors[0] <= 2 * errors[1] + 1e-7
 
 
-@pytest.mark.parametrize("call", [of_words, smoothed])
+@pytest.mark.parametrize("call", [of_words, attending, smoothed])
 def test_logits_are_kept_as_they_are(call: Callable[..., Any]) -> None:
     """In 16 bits, and once."""
     _, kept = trained(compiled(call), torch.bfloat16)

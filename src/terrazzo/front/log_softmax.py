@@ -21,7 +21,8 @@ SHORT = 16
 
 def keep_sums_of_rows(graph: Any, results: int) -> tuple[set[Any], set[Any]]:
     """Have the log-softmaxes of a joint graph that its backward pass reads computed from two numbers for each row, but
-    for those among the `results` of the forward pass; the nodes that are to be kept, and those to be computed again.
+    for those among the `results` of the forward pass, and once more where the backward pass needs them; the nodes that
+    are to be kept, and those to be computed again.
     """
     import torch
 
@@ -31,34 +32,58 @@ def keep_sums_of_rows(graph: Any, results: int) -> tuple[set[Any], set[Any]]:
     forward = behind(outputs)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._log_softmax.default):
         names = _names(node)
-        later = any(user not in forward for x in names for user in x.users if user not in names)
+        later = {user for x in names for user in x.users if user not in forward and user not in names}
         if node in forward and later and outputs.isdisjoint(names) and (between := _logits(node, outputs)) is not None:
-            again |= {*between, *names[1:]}
-            _rewrite(graph, node, kept, again)
-    return kept, again
+            _rewrite(graph, node, between, later, kept, again)
+    graph.eliminate_dead_code()
+    return kept, {x for x in again if x in graph.nodes}
 
 
-def _rewrite(graph: Any, node: Any, kept: set[Any], again: set[Any]) -> None:
-    """A log-softmax in place."""
+def _rewrite(graph: Any, node: Any, between: list[Any], later: set[Any], kept: set[Any], again: set[Any]) -> None:
+    """A log-softmax in place, and one for who reads it later, which is not one node with the other: partitions of
+    PyTorch's keep what is.
+    """
     import torch
 
     aten = torch.ops.aten
-    before = Nodes(graph, node)
     x, dim, _ = node.args
-    given, wanted = x.meta["val"].dtype, node.meta["val"].dtype
-    wide = torch.float32 if given.itemsize == 2 else given
-    whole = x if given is wide else before.add(aten._to_copy.default, x, dtype=wide)
+    before = Nodes(graph, node)
+    whole = _widened(before, x)
     top = before.add(aten.amax.default, whole, [dim], True)
-    moved = before.add(aten.sub.Tensor, whole, top)
-    rows = before.add(
-        aten.log.default, before.add(aten.sum.dim_IntList, before.add(aten.exp.default, moved), [dim], True)
-    )
-    made = before.add(aten.sub.Tensor, moved, rows)
-    value = made if wanted is wide else before.add(aten._to_copy.default, made, dtype=wanted)
+    each = before.add(aten.exp.default, before.add(aten.sub.Tensor, whole, top))
+    rows = before.add(aten.log.default, before.add(aten.sum.dim_IntList, each, [dim], True))
+    value, made = _made(before, x, whole, top, rows, node.meta["val"].dtype)
+    first = next(y for y in graph.nodes if y in later)
+    after, copies = Nodes(graph, first), dict[Any, Any]()
+    for y in reversed(between):
+        copies[y] = after.add(y.target, *(copies.get(z, z) for z in y.args), **y.kwargs)
+    x = copies.get(x, x)
+    value_again, made_again = _made(after, x, _widened(after, x), top, rows, node.meta["val"].dtype)
+    for name in _names(node):
+        name.replace_all_uses_with(value_again, lambda user: user in later)
     node.replace_all_uses_with(value)
-    graph.erase_node(node)
     kept |= {top, rows}
-    again |= {moved, made, value, *([] if whole is x else [whole])}
+    again |= {*between, *made, *copies.values(), *made_again}
+
+
+def _widened(nodes: Nodes, x: Any) -> Any:
+    """Logits in the type that they are computed in."""
+    import torch
+
+    narrow = x.meta["val"].dtype.itemsize == 2
+    return nodes.add(torch.ops.aten._to_copy.default, x, dtype=torch.float32) if narrow else x
+
+
+def _made(nodes: Nodes, x: Any, whole: Any, top: Any, rows: Any, dtype: Any) -> tuple[Any, set[Any]]:
+    """A log-softmax of logits that were widened, by the two numbers of each row, and the nodes on the way to it."""
+    import torch
+
+    aten = torch.ops.aten
+    moved = nodes.add(aten.sub.Tensor, whole, top)
+    value = made = nodes.add(aten.sub.Tensor, moved, rows)
+    if dtype is not made.meta["val"].dtype:
+        value = nodes.add(aten._to_copy.default, made, dtype=dtype)
+    return value, {moved, made, value, *([] if whole is x else [whole])}
 
 
 def _logits(node: Any, outputs: Collection[Any]) -> list[Any] | None:

@@ -28,12 +28,10 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     from torch.utils.checkpoint import CheckpointPolicy
 
     view_weights(joint.graph)
-    kept, more = keep_sums_of_rows(joint.graph, options["num_fwd_outputs"])
+    sums, made_again = keep_sums_of_rows(joint.graph, options["num_fwd_outputs"])
     again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
-    for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing) | more:
+    for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in kept:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if not again:
         found: tuple[Any, Any] = default_partition(joint, inputs, **options)
         return found
@@ -41,9 +39,9 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
     drawn, worth = drop_by_places(joint.graph, softmaxes)
     again = computed_again(joint.graph, wide, worth) if worth else again
     numbers, more = keep_row_numbers(joint.graph, softmaxes, worth, exactly)
-    for node in ((again | worth) & {*joint.graph.nodes}) | more | nothing:
+    for node in ((again | worth | made_again) & {*joint.graph.nodes}) | more | nothing:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in numbers | drawn:
+    for node in sums | numbers | drawn:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return min_cut_rematerialization_partition(joint, inputs, **options)  # type: ignore[no-any-return]
 
