@@ -40,9 +40,7 @@ def keep_sums_of_rows(graph: Any, results: int) -> tuple[set[Any], set[Any]]:
 
 
 def _rewrite(graph: Any, node: Any, between: list[Any], later: set[Any], kept: set[Any], again: set[Any]) -> None:
-    """A log-softmax in place, and one for who reads it later, which is not one node with the other: partitions of
-    PyTorch's keep what is.
-    """
+    """A log-softmax in place, and another one for those who read it later: a node that both passes read is kept."""
     import torch
 
     aten = torch.ops.aten
