@@ -22,7 +22,8 @@ from terrazzo.rules.loop.attention.gradients import HEAD
 
 COMMON = 8
 """Values have much in common where the largest is no more than so many times their mean, and that no more than so many
-times their harmonic mean: what a few have that are far larger, and perhaps hidden, is not in common with the others.
+times their mean by the root of 1 / x: what a few have that are far larger, and perhaps hidden, is not in common with
+the others.
 """
 
 
@@ -179,12 +180,11 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
     mean = before.add(aten.mean.dim, values, [1], True)
     sizes, most = before.add(aten.abs.default, values), before.add(aten.abs.default, mean)
     largest = before.add(aten.amax.default, sizes, [1], True)
-    least = before.add(aten.mul.Scalar, most, 1 / COMMON**2)  # a few that are 0 do not matter
-    inverse = before.add(aten.reciprocal.default, before.add(aten.maximum.default, sizes, least))
-    inverse = before.add(aten.mean.dim, inverse, [1], True)
+    root = before.add(aten.mean.dim, before.add(aten.rsqrt.default, sizes), [1], True)
+    usual = before.add(aten.mul.Tensor, before.add(aten.mul.Tensor, most, root), root)
     common = before.add(aten.ge.Tensor, before.add(aten.mul.Scalar, most, COMMON), largest)
     for test in (
-        before.add(aten.le.Scalar, before.add(aten.mul.Tensor, most, inverse), COMMON),
+        before.add(aten.le.Scalar, usual, COMMON),
         before.add(aten.le.Scalar, largest, torch.finfo(dtype).max / 2),
     ):
         common = before.add(aten.logical_and.default, common, test)
