@@ -258,8 +258,9 @@ def hosts(
     calls: Sequence[l.Call] = (),
 ) -> dict[l.Buffer, tuple[l.Buffer, int]]:
     """Temporaries that lie in the memory of a result, or a piece of one, which is written after their last use, and at
-    which offset; none where that does not lower the memory in use at any time. Results that are `theirs` lie in what
-    PyTorch made, and so does what `calls` of it mention.
+    which offset; none where that does not lower the memory in use at any time. A small result is there sooner than it
+    must be rather than a large one. Results that are `theirs` lie in what PyTorch made, and so does what `calls` of it
+    mention.
     """
     lives = Lives(program, root=root, pieces=pieces)
     _, (_, alone) = _in_order(buffers, lives, ())
@@ -274,7 +275,7 @@ def hosts(
     found: dict[l.Buffer, tuple[l.Buffer, int]] = {}
     for b in sorted((b for b in buffers if b not in called), key=lambda b: -b.type.span):
         size = b.type.span
-        for room in sorted(cut.union(lives.later(b, numbers))):
+        for room in sorted(cut.union(lives.later(b, numbers)), key=lambda n: (rooms[n].type.span, n)):
             there = [(q.start, q.end) for q in lives.pieces(rooms[room]) if q.first <= lives.last[b]]
             others = lives.beside(b, [number for number, _, _ in lying[room]])
             there += [lying[room][m][1:] for m in others]
