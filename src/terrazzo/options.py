@@ -48,8 +48,9 @@ class Options:
                  their order; True from the first one, branches side by side; False never. What a call takes may lie
                  elsewhere each time, and what it gives is its own: nothing of it is in the memory of a graph.
     libraries    "auto" calls an op of PyTorch where its library is faster than our kernels: on a GPU by the model, on
-                 a processor for attention, for gradients of convolutions and some of these, and for products in
-                 bfloat16 where it has instructions for them; "never" runs our kernels for every op that has them.
+                 a processor for attention, for gradients of convolutions and some of these, for large products in
+                 float32, and for products in bfloat16 where it has instructions for them; "never" runs our kernels for
+                 every op that has them.
     schedules    schedules (text of Tile IR) that take the place of chosen ones, by the kernel's name.
     fp32         how products in float32 are computed on a GPU: "exact" on CUDA cores; where that is faster, "split" by
                  six products of bfloat16, or three of float16 where CUDA cores sum what these do not know closely

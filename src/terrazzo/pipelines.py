@@ -39,7 +39,7 @@ from terrazzo.rules.loop.attention.pages import look_up_on_the_way
 from terrazzo.rules.loop.attention.rounds import sums_inside
 from terrazzo.rules.loop.folding.fold import fold
 from terrazzo.rules.loop.fusion.again import products_again
-from terrazzo.rules.loop.fusion.beside import chains_beside, results_apart
+from terrazzo.rules.loop.fusion.beside import chains_beside
 from terrazzo.rules.loop.fusion.columns_reduced import columns_reduced
 from terrazzo.rules.loop.fusion.fuse import fuse, seen_through
 from terrazzo.rules.loop.fusion.joined import products_joined
@@ -48,17 +48,16 @@ from terrazzo.rules.loop.fusion.on_the_way import factors_made
 from terrazzo.rules.loop.fusion.one_kernel import one_kernel
 from terrazzo.rules.loop.fusion.read_in_parts import read_in_parts
 from terrazzo.rules.loop.fusion.reduced_already import reduced_already
+from terrazzo.rules.loop.fusion.results_after import results_after
 from terrazzo.rules.loop.layout.across import turned_after
 from terrazzo.rules.loop.layout.channels import channels_last
+from terrazzo.rules.loop.layout.convolutions import convolutions
 from terrazzo.rules.loop.layout.dimensions import dimensions_of_products
-from terrazzo.rules.loop.layout.in_place import images_in_place
 from terrazzo.rules.loop.layout.laid_apart import laid_apart
 from terrazzo.rules.loop.layout.layout import store_as_read
 from terrazzo.rules.loop.layout.lookups import looked_up_first
-from terrazzo.rules.loop.layout.phases import phases_apart, phases_beside
 from terrazzo.rules.loop.layout.pixels import pixels_together
 from terrazzo.rules.loop.layout.placed import along_results, copied_after
-from terrazzo.rules.loop.layout.taps_after import taps_after
 from terrazzo.rules.loop.layout.turned import store_turned
 from terrazzo.rules.loop.layout.views import pass_views
 from terrazzo.rules.loop.memory.beside import read_beside
@@ -186,10 +185,9 @@ def _chained(p: l.Program, log: Log, options: Options, tried: Experience) -> l.P
         ask = lambda known: find(partial(price, known=known), least, _refusal(options, known))  # noqa: E731
         return tried.once(("again", what), ask)
 
-    placed = images_in_place(phases_apart(phases_beside(taps_after(p, log, price), log, price), log, price), log, price)
-    placed = turned_after(placed, log, price, partial(copying, gpu=gpu))
+    placed = turned_after(convolutions(p, log, price), log, price, partial(copying, gpu=gpu))
     softmaxes = online(placed, log, _refusal(options, tried, used=True), sizes, price)
-    made = products_again(results_apart(softmaxes, log, price), log, once, options.materialize, sizes)
+    made = products_again(results_after(softmaxes, log, price), log, once, options.materialize, sizes)
     busy = lambda steps: sum(chains.fastest(s, gpu) or price([s]) for s in steps)  # noqa: E731
     made = look_up_on_the_way(sums_inside(made, log, busy, refused), log, price, refused)
     made = products_joined(chains_beside(made, log, price, refused), log, price, options.materialize)

@@ -31,7 +31,7 @@ from terrazzo.options import Options
 from terrazzo.pipelines import PASSES, stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.attention import rounds
-from terrazzo.rules.loop.fusion import again, beside
+from terrazzo.rules.loop.fusion import again, beside, results_after
 from terrazzo.rules.tile.complete import Refused, complete
 from terrazzo.rules.tile.verify import verify
 
@@ -212,10 +212,10 @@ def test_chains_that_share_sums_become_one_kernel() -> None:
 
 def test_results_of_results_are_kernels_of_their_own() -> None:
     """By the example of the rewrite; where the model is against it, or a result is made of other sums, they stay."""
-    before, after = map(parse, example(inspect.getdoc(beside.results_apart) or "", "results_apart"))
+    before, after = map(parse, example(inspect.getdoc(results_after.results_after) or "", "results_after"))
 
     def made(program: l.Program, price: Callable[[Any], float]) -> l.Program:
-        return beside.results_apart(program, Log(), price)
+        return results_after.results_after(program, Log(), price)
 
     assert made(before, lambda steps: -len(steps)) == after
     assert_same(before, after)

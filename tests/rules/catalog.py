@@ -29,6 +29,7 @@ from terrazzo.rules.loop.layout import (
     layout,
     lookups,
     phases,
+    phases_beside,
     pixels,
     placed,
     taps_after,
@@ -178,7 +179,8 @@ CATALOG: dict[str, Rewrite] = {
         taps_after.taps_after, lambda p: taps_after.taps_after(p, Log(), lambda steps: float(1 - len(steps)))
     ),
     "online:phases_beside": of(
-        phases.phases_beside, lambda p: phases.phases_beside(p, Log(), lambda steps: float(1 - len(steps)))
+        phases_beside.phases_beside,
+        lambda p: phases_beside.phases_beside(p, Log(), lambda steps: float(1 - len(steps))),
     ),
     "online:phases_apart": of(
         phases.phases_apart, lambda p: phases.phases_apart(p, Log(), lambda steps: float(1 - len(steps)))

@@ -291,13 +291,18 @@ def with_products(program: Program) -> Any:
     return _in_one(lift(Program("tensor", "products", program.inputs, (t.reduce("sum", z, [2]),))))
 
 
+def _image(program: Program, shape: tuple[int, ...]) -> Any:
+    """An image made of the first input that has elements, if any has."""
+    places = t.coordinates(shape)
+    given = [x for x in program.inputs if x.type.numel]
+    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
+    return t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+
+
 def with_taps(program: Program) -> Any:
     """Loop IR of a sum over points of an image and what another has under taps, in one kernel."""
-    given = [x for x in program.inputs if x.type.numel]
     shape, space = (16, 6, 8), (8, 8, 3, 16, 6)
-    places = t.coordinates(shape)
-    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
-    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    image = _image(program, shape)
     a, b, tap, n, point = t.coordinates(space)
     under = point + tap - 1
     left = t.index_map(image, space, (n, point, a))
@@ -308,11 +313,8 @@ def with_taps(program: Program) -> Any:
 
 def with_single_taps(program: Program) -> Any:
     """Loop IR of a sum over points of many images and what the same channel has under taps, in one kernel."""
-    given = [x for x in program.inputs if x.type.numel]
     shape, space = (90, 6, 3), (3, 3, 90, 6)
-    places = t.coordinates(shape)
-    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
-    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    image = _image(program, shape)
     channel, tap, n, point = t.coordinates(space)
     under = point + tap - 1
     left = t.index_map(image, space, (n, point, channel))
@@ -323,11 +325,8 @@ def with_single_taps(program: Program) -> Any:
 
 def with_few_results(program: Program) -> Any:
     """Loop IR of a convolution of an image of eight channels to three, in one kernel."""
-    given = [x for x in program.inputs if x.type.numel]
     shape, space = (8, 6), (3, 6, 8, 3)
-    places = t.coordinates(shape)
-    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
-    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    image = _image(program, shape)
     result, point, channel, tap = t.coordinates(space)
     under = point + tap - 1
     left = t.index_map(image, space, (channel, under), (under, 5 - under))
@@ -338,11 +337,8 @@ def with_few_results(program: Program) -> Any:
 
 def with_a_crop(program: Program) -> Any:
     """Loop IR of a sum of what taps read of an image backwards, of which they leave out an end, in one kernel."""
-    given = [x for x in program.inputs if x.type.numel]
     shape, space = (8, 6), (4, 8, 3, 6)
-    places = t.coordinates(shape)
-    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
-    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    image = _image(program, shape)
     a, point, tap, channel = t.coordinates(space)
     place = 8 - point - tap
     left, right = (
@@ -355,11 +351,8 @@ def with_a_crop(program: Program) -> Any:
 
 def with_rows_of_results(program: Program) -> Any:
     """Loop IR of a product of an image whose results lie row by row for each channel, in 16 bits, in one kernel."""
-    given = [x for x in program.inputs if x.type.numel]
     shape, space = (3, 5, 8), (3, 8, 5, 8)
-    places = t.coordinates(shape)
-    first = [t.cast(t.index_map(x, shape, tuple(sum(places) % n for n in x.type.shape)), f32) for x in given[:1]]
-    image: Any = t.apply("tanh", *first) if first else t.literal(0.5, f32, shape)
+    image = _image(program, shape)
     n, channel, point, k = t.coordinates(space)
     left, right = t.index_map(image, space, (n, point, k)), t.index_map(image, space, (0, channel % 5, k))
     found = t.cast(t.reduce("sum", t.apply("mul", left, right), [3]), bf16)

@@ -21,7 +21,7 @@ from terrazzo.ir.text import parse
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.layout import phases
+from terrazzo.rules.loop.layout import convolutions, phases
 from terrazzo.rules.loop.layout.across import read_across, turned_after
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop_to_tile.products import boxes
@@ -35,15 +35,15 @@ CASES: dict[str, Any] = {
 
 
 def always(program: Any, log: Log, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
-    """Phases of a batch, whatever they take, and none beside results."""
-    apart = told[1] == "phases_apart"
-    return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0)) if apart else program
+    """Phases of a batch, whatever they take."""
+    return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     fn, image, filters, options = CASES[name]
     monkeypatch.setattr(phases, "stored_first", always)
+    monkeypatch.setattr(convolutions, "phases_beside", lambda program, *others: program)
     fewest = lambda program, log, *prices: turned_after(program, log, lambda s: 1.0, lambda s: -1.0, 0)  # noqa: E731
     monkeypatch.setattr(pipelines, "turned_after", fewest)
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from terrazzo.ir.types import Type, ordered_strides
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rewrite.rule import Log
-from terrazzo.rules.loop.layout import phases
+from terrazzo.rules.loop.layout import convolutions, few_results, phases
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop.layout.phases import phases_apart
 from terrazzo.rules.loop_to_tile.estimate import expected
@@ -224,7 +224,8 @@ def test_they_are_columns_beside_few_results(monkeypatch: pytest.MonkeyPatch, na
     def always(program: Any, log: Log, told: Any, find: Any, prices: Any, sure: float = 1.0) -> Any:
         return stored_first(program, log, told, find, lambda s, found: (1.0, 0.0))
 
-    monkeypatch.setattr(phases, "stored_first", always)
+    monkeypatch.setattr(few_results, "stored_first", always)
+    monkeypatch.setattr(convolutions, "taps_after", lambda program, *others: program)
     fn, image, filters, options = FEW[name]
     torch.manual_seed(0)
     x, w = torch.randn(image).to(dtype), torch.randn(filters).to(dtype)

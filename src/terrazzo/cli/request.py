@@ -136,7 +136,7 @@ def request(
     libraries: Annotated[
         str,
         typer.Option(
-            help="auto: on a GPU, call an op of PyTorch where its library is faster by the model. never: do not.",
+            help="auto: call an op of PyTorch where its library is faster (on a GPU by the model). never: do not.",
             rich_help_panel=_HOW,
         ),
     ] = "auto",

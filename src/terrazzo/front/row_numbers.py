@@ -167,29 +167,17 @@ def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[set[Any], 
 
 
 def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple[Any, set[Any], Any]:
-    """Results as means of how far values in 16 bits are from their mean over the keys, rounded to these, and that: both
-    are kept. So what values have in common has no error of weights or of results, which sums over keys would multiply.
-    It is 0 where values have little in common, whose differences would be rounded, and where these leave the type. The
-    product, what is kept, and the results.
+    """Results as means of how far values in 16 bits are from what they have in common, rounded to these, and that: both
+    are kept. So what values have in common has no error of weights or of results, which sums over keys would multiply;
+    where they have little, nothing is taken off, since differences would be rounded. The product, what is kept, and the
+    results.
     """
     import torch
 
     aten = torch.ops.aten
     weights, values = results.args
     wide, before = results.meta["val"].dtype, Nodes(graph, results)
-    mean = before.add(aten.mean.dim, values, [1], True)
-    sizes, most = before.add(aten.abs.default, values), before.add(aten.abs.default, mean)
-    largest = before.add(aten.amax.default, sizes, [1], True)
-    root = before.add(aten.mean.dim, before.add(aten.rsqrt.default, sizes), [1], True)
-    usual = before.add(aten.mul.Tensor, before.add(aten.mul.Tensor, most, root), root)
-    common = before.add(aten.ge.Tensor, before.add(aten.mul.Scalar, most, COMMON), largest)
-    for test in (
-        before.add(aten.le.Scalar, usual, COMMON),
-        before.add(aten.le.Scalar, largest, torch.finfo(dtype).max / 2),
-    ):
-        common = before.add(aten.logical_and.default, common, test)
-    mean = before.add(aten.where.self, common, mean, before.add(aten.zeros_like.default, mean))
-    middle = before.add(aten._to_copy.default, mean, dtype=dtype)
+    middle = before.add(aten._to_copy.default, _in_common(before, values, dtype), dtype=dtype)
     added = before.add(aten._to_copy.default, middle, dtype=wide)
     apart = before.add(aten._to_copy.default, before.add(aten.sub.Tensor, values, added), dtype=dtype)
     apart = before.add(aten._to_copy.default, apart, dtype=wide)
@@ -200,6 +188,27 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
     results.replace_all_uses_with(whole)
     again |= {added, far, whole}
     return product, {rounded, middle}, whole
+
+
+def _in_common(nodes: Nodes, values: Any, dtype: Any) -> Any:
+    """What values have in common over the keys: their mean, or 0 where that is little, and where they might leave the type
+    without it.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    mean = nodes.add(aten.mean.dim, values, [1], True)
+    sizes, most = nodes.add(aten.abs.default, values), nodes.add(aten.abs.default, mean)
+    largest = nodes.add(aten.amax.default, sizes, [1], True)
+    root = nodes.add(aten.mean.dim, nodes.add(aten.rsqrt.default, sizes), [1], True)
+    usual = nodes.add(aten.mul.Tensor, nodes.add(aten.mul.Tensor, most, root), root)
+    common = nodes.add(aten.ge.Tensor, nodes.add(aten.mul.Scalar, most, COMMON), largest)
+    for test in (
+        nodes.add(aten.le.Scalar, usual, COMMON),
+        nodes.add(aten.le.Scalar, largest, torch.finfo(dtype).max / 2),
+    ):
+        common = nodes.add(aten.logical_and.default, common, test)
+    return nodes.add(aten.where.self, common, mean, nodes.add(aten.zeros_like.default, mean))
 
 
 def _made(results: Any, softmax: Any) -> set[Any]:

@@ -5,14 +5,14 @@ rests that points leave, their phases, are axes of their own, and steps only tho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.ir.address import coefficient, evaluate, flatten
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, Var
-from terrazzo.ir.node import substitute, topological
+from terrazzo.ir.node import substitute
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, contiguous_strides
 from terrazzo.rewrite.rule import Log
@@ -23,10 +23,6 @@ from terrazzo.rules.loop.layout.last_points import Pieces, Steps, all_points, wi
 from terrazzo.rules.loop.layout.lookups import stored_first
 
 PASS, RULE = "online", "phases_apart"
-FEW, SURE = 32, 0.8
-"""Columns that the smallest boxes have: of as many results and more for a point, tiles are filled. And how much of the
-time of other ways it may take to fill them: there are two kernels then, or three, and more memory is in use.
-"""
 
 
 @dataclass(frozen=True)
@@ -179,146 +175,21 @@ def phases_apart(program: l.Program, log: Log, price: Callable[[Sequence[l.Kerne
     return read_across(made, log, {*program.steps}, price)
 
 
-def phases_beside(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]], float]) -> l.Program:
-    """`program` with the phases of transposed convolutions of few results as columns, beside these, where each phase
-    sees equally many taps, and that is faster by the model. Points are those at which the first phase begins, so that
-    all of them read the same of the image; and another kernel takes what there is of them to where it belongs.
-
-    @loop
-    def f(x: f32[8, 16], w: f32[16, 4, 9]):
-        with kernel('z', z=f32[9, 16]):
-            for a0 in free(9):
-                for a1 in free(16):
-                    for r0, r1 in reduce(16, 4):
-                        in0 = x[(-r1 + a1 + 1) // 2, r0] if (-r1 + a1 + 1) // 2 >= 0 and (-r1 + a1 + 1) // 2 < 8 and (-r1 + a1 + 1) % 2 == 0 else 0
-                        in1 = w[r0, r1, a0]
-                        v0 = mul(in0, in1)
-                        acc0 <- sum(v0)
-                    z[a0, a1] = acc0
-        return (z,)
-    =>
-    @loop
-    def f(x: f32[8, 16], w: f32[16, 4, 9]):
-        with kernel('z_w', z_w=f32[9, 2, 2, 16]):
-            for a0 in free(9):
-                for a1 in free(2):
-                    for a2 in free(2):
-                        for a3 in free(16):
-                            in0 = w[a3, a1 + a2 * 2, a0]
-                            z_w[a0, a1, a2, a3] = in0
-        with kernel('z_phases', z_phases=f32[9, 9, 2]):
-            for a0 in free(9):
-                for a1 in free(9):
-                    for a2 in free(2):
-                        for r0, r1 in reduce(2, 16):
-                            in0 = x[-r0 + a0, r1] if r0 <= a0 and a0 <= r0 + 7 else 0
-                            in1 = z_w[a1, a2, r0, r1]
-                            v0 = mul(in0, in1)
-                            acc0 <- sum(v0)
-                        z_phases[a0, a1, a2] = acc0
-        with kernel('z', z=f32[9, 16]):
-            for a0 in free(9):
-                for a1 in free(16):
-                    in0 = z_phases[(a1 + 1) // 2, a0, (a1 + 1) % 2]
-                    z[a0, a1] = in0
-        return (z,)
-    """  # noqa: E501
-    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
-
-    def prices(s: l.Kernel, found: Sequence[Any]) -> tuple[float, float]:
-        others: list[Any] = [[s], *in_phases(s, names)]
-        return min(map(price, others)), price(found)
-
-    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel, ...] | None:
-        return _beside(s, names)
-
-    return stored_first(program, log, (PASS, "phases_beside", "otherwise"), find, prices, SURE)
-
-
-def _beside(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
-    """A kernel so: one that stores filters phase by phase, one that stores all phases beside each other, and one that
-    takes these apart; None where it is no such convolution.
+@dataclass(frozen=True)
+class Factors:
+    """The one sum of a kernel that multiplies an image, which may have phases, with filters: its terms and its steps,
+    opened, and what is loaded of both.
     """
-    if (given := _factors(kernel)) is None or len(kernel.stores) != 1:
-        return None
-    reduce, args, steps, image, filters = given
-    found = [at_rests(e, kernel.axes, steps) for e in quotients(image)]
-    (store,) = kernel.stores
-    every = [x for x in found if x is not None]
-    columns: Any = math.prod(a.extent for a in kernel.axes if a in filters.free)
-    if (
-        not every
-        or len(every) < len(found)
-        or columns >= FEW
-        or any(sum(e is x.point for e in store.index) != 1 for x in every)
-    ):
-        return None
-    if any(x.dilation > 1 or x.step.extent % x.stride or x.point in filters.free for x in every):
-        return None
-    at: dict[Any, Any] = {}
-    places, taps, points, own = (dict[Any, Any]() for _ in range(4))
-    ends: list[Any] = []
-    for e, r in zip(quotients(image), every, strict=True):
-        first = r.shift // r.stride
-        among = Var(l.fresh_name(), (r.point.extent - 1 + r.shift) // r.stride - first + 1)
-        phase, turn = Var(l.fresh_name(), r.stride), Var(l.fresh_name(), r.step.extent // r.stride)
-        places[e], taps[r.step] = among + first - turn, turn * r.stride + phase
-        points[r.point], own[r.point] = (among + first) * r.stride + phase - r.shift, (among, phase, turn)
-        at |= {among: (r.point + r.shift) // r.stride - first, phase: (r.point + r.shift) % r.stride}
-        size = dict(zip(image.index, image.buffer.type.static_shape, strict=True))[e]
-        ends += [places[e], size - 1 - places[e]]
-    gone = {x for r in every for x in (r.point, r.step)}
-    inside = (*(e for e in image.inside if not e.free & gone), *ends)
-    read = l.Load.make(image.buffer, tuple(places.get(e, e) for e in image.index), inside)
-    filtered = [a for a in kernel.axes if a in filters.free]
-    phases, turns = ([x[k] for x in own.values()] for k in (1, 2))
-    left = [r for r in steps if r not in gone]
-    stored = _stored_along(kernel, filters, taps, [*filtered, *phases, *turns, *left], names)
-    term = l.Reduce.make(
-        reduce.monoid,
-        (*turns, *left),
-        tuple(
-            substitute(
-                x, {image: read, filters: l.Load.make(stored.stores[0].buffer, (*filtered, *phases, *turns, *left), ())}
-            )
-            for x in args
-        ),
-    )
-    axes = [*(own[a][0] if a in own else a for a in kernel.axes if a not in filtered), *filtered, *phases]
-    new: dict[Any, Any] = {reduce: term}
-    for x in topological([store.value], lambda x: x is reduce):
-        if isinstance(x, l.Load):
-            more = tuple(e for a in own if a in x.free for e in (points[a], a.extent - 1 - points[a]))
-            y = substitute(x, points)
-            new[x] = l.Load.make(y.buffer, y.index, (*y.inside, *more))
-    name = unused(f"{kernel.name}_phases", {*names, stored.name})
-    place = l.Buffer(name, Type(store.buffer.type.dtype, tuple(a.extent for a in axes)))
-    value = substitute(substitute(store.value, new), points)
-    whole = with_plain_axes(name, axes, [l.Store(place, tuple(axes), value)], kernel)
-    there = l.Load.make(place, tuple(at.get(a, a) for a in axes), ())
-    return (
-        stored,
-        whole,
-        l.Kernel(kernel.name, kernel.axes, (l.Store(store.buffer, store.index, there),), kernel.source),
-    )
+
+    reduce: l.Reduce
+    args: Sequence[Any]
+    steps: Sequence[Any]
+    image: Any
+    filters: Any
 
 
-def _stored_along(
-    reader: l.Kernel, filters: l.Load, taps: Mapping[Any, Any], axes: Sequence[Any], names: Set[str]
-) -> l.Kernel:
-    """What stores filters at `taps` along axes, in this order."""
-    index, inside = (
-        tuple(substitute(e, taps) if isinstance(e, Expr) else e for e in x) for x in (filters.index, filters.inside)
-    )
-    name = unused(f"{reader.name}_{filters.buffer.name}", {*names})
-    place = l.Buffer(name, Type(filters.dtype, tuple(a.extent for a in axes)))
-    return with_plain_axes(
-        name, axes, [l.Store(place, tuple(axes), l.Load.make(filters.buffer, index, inside))], reader
-    )
-
-
-def _factors(kernel: l.Kernel) -> tuple[l.Reduce, Sequence[Any], Sequence[Any], Any, Any] | None:
-    """The sum of a product of an image that may have phases, and filters; its terms and steps, opened, and these."""
+def factors_of(kernel: l.Kernel) -> Factors | None:
+    """Those of a kernel; None where it has others, or none."""
     p = product(kernel)
     if p is None or len(p.sites) != 1 or len(p.operands) != 2 or not all(isinstance(x, l.Load) for x in p.operands):
         return None
@@ -326,7 +197,7 @@ def _factors(kernel: l.Kernel) -> tuple[l.Reduce, Sequence[Any], Sequence[Any], 
     steps, args = l.open_binder(reduce)
     loads: list[Any] = [substitute(x, dict(zip(reduce.axes, steps, strict=True))) for x in p.operands]
     image, filters = sorted(loads, key=lambda x: not quotients(x))
-    return reduce, args, steps, image, filters
+    return Factors(reduce, args, steps, image, filters)
 
 
 def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
@@ -335,9 +206,10 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
     Where these have not equally many points, it stores what they would have, and a third one what there is of it; or
     there is one more for the last points of each dimension.
     """
-    if (given := _factors(kernel)) is None:
+    if (given := factors_of(kernel)) is None:
         return []
-    reduce, args, steps, image, filters = given
+    reduce, args, steps = given.reduce, given.args, given.steps
+    image, filters = given.image, given.filters
     phases = [_phase(e, kernel.axes, steps) for e in quotients(image)]
     found = [y for y in phases if y is not None and y.rests.point not in filters.free]
     if not found or len(found) < len(phases):

@@ -6,7 +6,7 @@ fill otherwise, and what it reads is brought in for each tap.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from terrazzo.ir.contraction import contraction
@@ -17,9 +17,8 @@ from terrazzo.ir.node import substitute
 from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
+from terrazzo.rules.loop.layout.few_results import Price, has_few, surely
 from terrazzo.rules.loop.layout.last_points import with_plain_axes
-from terrazzo.rules.loop.layout.lookups import stored_first
-from terrazzo.rules.loop.layout.phases import FEW, SURE, in_phases
 from terrazzo.rules.loop_to_tile.products.packed import even
 
 PASS, RULE = "online", "taps_after"
@@ -27,7 +26,7 @@ TIMES = 16
 """How many times as many numbers as are read there are products for taps, at most: they wait in memory."""
 
 
-def taps_after(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]], float]) -> l.Program:
+def taps_after(program: l.Program, log: Log, price: Price) -> l.Program:
     """`program` with sums over the taps and the channels of an image as sums over channels for every point and tap, and
     sums over taps of these, where that is faster by the model. Filters are stored first with their channels contiguous.
 
@@ -71,17 +70,7 @@ def taps_after(program: l.Program, log: Log, price: Callable[[Sequence[l.Kernel]
                     z[a0, a1] = acc0
         return (z,)
     """
-
-    names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
-
-    def prices(s: l.Kernel, found: Sequence[Any]) -> tuple[float, float]:
-        others: list[Any] = [[s], *in_phases(s, names)]
-        return min(map(price, others)), price(found)
-
-    def find(s: l.Kernel, names: Set[str], _: object) -> tuple[l.Kernel, ...] | None:
-        return multiplied_first(s, names)
-
-    return stored_first(program, log, (PASS, RULE, "with few columns"), find, prices, SURE)
+    return surely(program, log, (PASS, RULE, "with few columns"), multiplied_first, price)
 
 
 def multiplied_first(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
@@ -100,8 +89,7 @@ def multiplied_first(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] 
     sizes = (*(a.extent for a in kernel.axes), *(n for x in loads for n in x.buffer.type.shape))
     if not channels or not taps or not all(isinstance(n, int) for n in sizes):
         return None
-    columns: Any = math.prod(a.extent for a in kernel.axes if a in filters.free)
-    if columns >= FEW or not _under_window(image, kernel.axes, inner):
+    if not has_few(kernel, filters) or not _under_window(image, kernel.axes, inner):
         return None
     if (image.free & filters.free) - {*inner} or any(e.free & {*channels} for x in loads for e in x.inside):
         return None
