@@ -191,8 +191,8 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
 
 
 def _in_common(nodes: Nodes, values: Any, dtype: Any) -> Any:
-    """What values have in common over the keys: their mean, or 0 where that is little, and where they might leave the type
-    without it.
+    """What values have in common over the keys: their mean, or 0 where that is little, and where they might leave the
+    type without it.
     """
     import torch
 
