@@ -6,8 +6,8 @@ from terrazzo.errors import UserError
 from terrazzo.ir.dialects.kernel.statement import Cuda, Function, Statement, one_of
 from terrazzo.ir.dialects.kernel.values import Barriers, Shared
 from terrazzo.ir.dialects.loop import Buffer
-from terrazzo.ir.expr import IntExpr
-from terrazzo.ir.node import Node
+from terrazzo.ir.expr import Expr, IntExpr, Loaded
+from terrazzo.ir.node import Node, topological
 from terrazzo.ir.types import Type
 
 
@@ -82,8 +82,11 @@ class AsyncCopy(Statement, dialect="kernel", op="async_copy"):
 
     def cuda(self, w: Cuda) -> list[str]:
         size = self.count * self.source.type.dtype.size
-        inside = f", {w.guard(self.inside)}" if self.inside else ""
-        return [f"cp_async<{size}>({w.address(self.target, self.to)}, {w.address(self.source, self.at)}{inside});"]
+        source, inside = w.address(self.source, self.at), w.guard(self.inside)
+        if inside and any(isinstance(x, Loaded) for e in self.at if isinstance(e, Expr) for x in topological([e])):
+            source = f"{inside} ? {source} : {w.name(self.source)}"  # outside there are no numbers of places to load
+        told = f", {inside}" if inside else ""
+        return [f"cp_async<{size}>({w.address(self.target, self.to)}, {source}{told});"]
 
 
 class TensorLoad(Statement, dialect="kernel", op="tensor_load"):
