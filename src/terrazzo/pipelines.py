@@ -89,8 +89,9 @@ from terrazzo.rules.loop_to_tile.walked.crossed import copying
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile.complete import program as complete
 from terrazzo.rules.tile_to_kernel.lower import program as derive
+from terrazzo.rules.torch_to_tensor.families import is_convolution
 from terrazzo.rules.torch_to_tensor.in_tf32 import Rough
-from terrazzo.rules.torch_to_tensor.library import Libraries, is_convolution
+from terrazzo.rules.torch_to_tensor.library import Libraries
 from terrazzo.rules.torch_to_tensor.loops import parts_stacked, products_together, stacks_whole
 from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.rules.torch_to_tensor.on_a_processor import on_a_processor

@@ -248,7 +248,7 @@ class Branching(torch.nn.Module):
     """A module that branches on its data."""
 
     def forward(self, x: Any) -> Any:
-        y = x.sort().values * 2
+        y = x * x.mode(-1, True).values * 2
         return y.sum(-1) if bool((y > 0).any()) else y
 
 
@@ -260,7 +260,7 @@ def test_what_branches_on_its_data_goes_through_torch_compile(tmp_path: Path) ->
         torch.testing.assert_close(ours(x), Branching()(x))
     parts = [p for p in one.parts(ours) if all(p is not q for q in earlier)]
     assert len(parts) == 2
-    assert [f.op for p in parts for f in p.fallbacks] == ["aten.sort.default"]
+    assert [f.op for p in parts for f in p.fallbacks] == ["aten.mode.default"]
     (found,) = one.exact(Branching(), (x,), ours)
     assert found.dtype == torch.float64
 

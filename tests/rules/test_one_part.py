@@ -24,7 +24,7 @@ from terrazzo.pipelines import stages
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.precision.parts import IN_TF32, into_parts
 from terrazzo.rules.loop_to_tile.experience import NONE, Told
-from terrazzo.rules.torch_to_tensor import in_tf32, library
+from terrazzo.rules.torch_to_tensor import families, in_tf32
 
 RECORD = Path(__file__).parents[2] / "benchmarks/fits/h200-tf32.json"
 IN_FLOAT32 = 3e-5
@@ -133,7 +133,7 @@ def test_what_eager_computes_in_float32_is_as_exact_here(monkeypatch: pytest.Mon
         )
         args = (image, filters, None, [stride], [padding], [dilation], transposed, [0], groups)
         back = (made, image, filters, [cout], *args[3:], [True, True, False])
-        for name, given, off in ((library.FORWARD, args, row["errors"][:1]), (library.BACKWARD, back, row["errors"])):
+        for name, given, off in ((families.FORWARD, args, row["errors"][:1]), (families.BACKWARD, back, row["errors"])):
             if in_tf32.is_large(SimpleNamespace(name=name, args=given, writes=[made])):
                 rough += 1
                 assert min(off) > IN_FLOAT32, row

@@ -134,6 +134,21 @@ REACH: dict[tuple[str, str], Reach] = {
         "f32", 1.0, 0.80, 3000, 1, "54.6 us for 24 tensors of 8192 x 128, 36.4 for 16 of 1024 x 1024, 22.1 in 16 bits"
     ),
     ("masked scatter", "any"): Reach("f32", 1.0, 0.24, 10000, 1, "296 us for 5120 x 5120 elements"),
+    ("sort", "any"): Reach(
+        "f32", 4.7e-4, 1.0, 8500, 1,
+        "409 us for 65536 rows of 64, 427 of 128, 1547 of 256, 2136 of 1024, 31 and 149 for 4096 of 64 and 1024; a few "
+        "rows 8 to 9, from 256 on 20 (30 November 2026)",
+    ),
+    ("sort", "16"): Reach("f32", 7e-4, 1.0, 8500, 1, "241, 258, 978 and 1365 us for the same 65536 rows"),
+    ("topk", "any"): Reach(
+        "f32", 3.4e-4, 1.0, 8500, 1,
+        "253 us for 65536 rows of 64, 805 of 256, 1829 of 512, two or eight of each; 21 and 57 for 4096 rows of 64 and "
+        "256; a few rows 8 to 14 (30 November 2026)",
+    ),
+    ("kth value", "any"): Reach(
+        "f32", 4.2e-4, 1.0, 3500, 1,
+        "179 us for 65536 rows of 64, 651 of 256, medians 164 and 573; 13 and 43 for 4096 rows (30 November 2026)",
+    ),
     ("special", "f32"): Reach("f32", 1.0, 0.55, 5000, 1, "digamma of 4096 x 8192: 263 us, erfinv: 69"),
     ("special", "16"): Reach("f32", 1.0, 0.40, 5000, 1, "the same in bfloat16: 264 us, 39"),
     ("pooling", "f32"): Reach("f32", 1.0, 0.40, 5000, 1, "not measured: as scans"),

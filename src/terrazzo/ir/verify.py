@@ -25,6 +25,7 @@ from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
+from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.program import Input, Program
@@ -186,7 +187,9 @@ def kernel_problem(k: l.Kernel) -> str:
 
 @per_node
 def term_problem(node: Node) -> str:
-    """What is wrong with the indices of a term of Loop IR, itself; "" if nothing."""
+    """What is wrong with a term of Loop IR, itself: with its indices, or with what it compares; "" if nothing."""
+    if isinstance(node, l.Apply) and node.fn.name in COMPARISONS and any(map(_orders_what_it_computes, node.args)):
+        return "it computes twice what it compares by its order, and the last digits may differ"
     if isinstance(node, l.Index):
         return ill((node.value,))
     if not isinstance(node, l.Load):
@@ -196,6 +199,22 @@ def term_problem(node: Node) -> str:
     if (d := _leaves(node.index, node.buffer.type, node.inside)) is not None:
         return f"the load {node} may leave dimension {d} of {node.buffer.type}"
     return ""
+
+
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+"""The functions of scalars that compare two."""
+
+
+def _orders_what_it_computes(x: Node) -> bool:
+    """Whether a number stands for the order of one that is not just read, or read and converted."""
+    while isinstance(x, l.Apply) and (is_cast(x.fn) or x.fn.name == "not_"):
+        x = x.args[0]
+    if not isinstance(x, l.Apply) or x.fn.name != "order":
+        return False
+    x = x.args[0]
+    while isinstance(x, l.Apply) and is_cast(x.fn):
+        x = x.args[0]
+    return not isinstance(x, l.Load)
 
 
 def store_problem(store: l.Store) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from terrazzo.ir.types import Type
-from terrazzo.rules.torch_to_tensor.library import FORWARD, convolved
+from terrazzo.rules.torch_to_tensor.families import FORWARD, convolved
 from terrazzo.run.cache import Cache, digest
 
 JUST_ABOVE_ONE = 1 + 2**-12

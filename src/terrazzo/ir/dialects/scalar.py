@@ -16,7 +16,7 @@ import numpy as np
 
 from terrazzo.errors import UserError
 from terrazzo.ir.node import distinct
-from terrazzo.ir.types import DTYPES, DType, bf16, bool_, f32
+from terrazzo.ir.types import DTYPES, DType, bf16, bool_, f32, f64, i32, i64
 
 Rule = Callable[[Sequence[DType]], "DType | None"]
 
@@ -108,6 +108,14 @@ def _upper(x: Any) -> Any:
     return (np.asarray(x, np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(bf16.numpy)
 
 
+def _order(x: Any) -> Any:
+    """Whole numbers as large as floats are, and their order: both zeros are one number, and NaN is the largest."""
+    whole = np.dtype(f"i{x.dtype.itemsize}")
+    most = np.iinfo(whole).max
+    bits = np.asarray(x + 0).view(whole)
+    return np.where(np.isnan(x), most, bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & most)).astype(whole)
+
+
 def _table(*rows: Scalar) -> dict[str, Scalar]:
     return {r.name: Scalar(r.name, r.arity, r.result, _quiet(r.numpy), r.c, r.cost) for r in rows}
 
@@ -187,6 +195,7 @@ SCALARS = _table(
     Scalar("gt", 2, _test(*_ANY), np.greater, "({0} > {1})"),
     Scalar("ge", 2, _test(*_ANY), np.greater_equal, "({0} >= {1})"),
     Scalar("isnan", 1, _test(*_FLOAT), np.isnan, "({0} != {0})"),
+    Scalar("order", 1, lambda a: {f32: i32, f64: i64}.get(a[0]), _order, "tz_order({0})", 4),
     Scalar("signbit", 1, _test(*_FLOAT), np.signbit, "tz_signbit({0})"),
     # logic on bools, bits on integers
     Scalar("and_", 2, _same("bool", *_INT), np.bitwise_and, "({t})({0} & {1})"),

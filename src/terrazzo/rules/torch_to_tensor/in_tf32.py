@@ -15,7 +15,8 @@ from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.node import Node, substitute, topological
 from terrazzo.ir.program import Input
 from terrazzo.ir.types import f32
-from terrazzo.rules.torch_to_tensor.library import BACKWARD, arithmetic, convolved, eager_type, is_convolution
+from terrazzo.rules.torch_to_tensor.families import BACKWARD, arithmetic, convolved, is_convolution
+from terrazzo.rules.torch_to_tensor.library import eager_type
 
 EXACT, ROUGH = PRODUCTS
 CHANNELS, WORK = 32, {False: 3e8, True: 1e9}

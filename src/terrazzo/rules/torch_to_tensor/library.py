@@ -16,8 +16,23 @@ from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, dense, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
+from terrazzo.rules.torch_to_tensor.families import (
+    ATTENTION,
+    BACKWARD,
+    FAMILIES,
+    ON_A_PROCESSOR,
+    PRODUCTS,
+    channels_at_end,
+    convolved,
+    family_of,
+    first_result,
+    is_convolution,
+    kind_of,
+    read_by,
+    results_of,
+)
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES
+from terrazzo.rules.torch_to_tensor.scatter import WRITES
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -189,8 +204,6 @@ def row_by_row(op: Aten, given: Sequence[Any]) -> bool:
     return all(isinstance(x, Type) and x.strides is None for x in given) and (name in KEEP or pointwise(op.name))
 
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-"""Ops whose results lie row by row whatever they are given."""
 KEEP = ("_to_copy", "view", "_unsafe_view", "mean", "sum", "amax", "cat", "stack")
 """Ops whose results lie row by row where all that they are given does so, beside those that go point by point."""
 
@@ -225,7 +238,7 @@ MOVES = (
 
 def is_called(op: Any) -> bool:
     """Whether an op of PyTorch (of Torch IR, or a call in Loop IR) is one that a library is, or may be, chosen for."""
-    return chosen(op.name, _kind(op))
+    return chosen(op.name, kind_of(op))
 
 
 def takes_any_strides(name: str) -> bool:
@@ -257,18 +270,18 @@ def chosen(name: str, dtype: str) -> bool:
 
 def is_priced(op: Any) -> bool:
     """Whether it is known what the library takes for an op on a GPU."""
-    return op.name in FAMILIES and library.reach(FAMILIES[op.name][0], _kind(op)) is not None
+    return op.name in FAMILIES and library.reach(FAMILIES[op.name][0], kind_of(op)) is not None
 
 
 def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     """What the library takes for an op (of Torch IR, or a call in Loop IR), in nanoseconds, in TF32 or not."""
-    family, operations = _family(op)
-    moved = sum(_bytes(x) for x in (*(y.type for y in _read(op)), *_results(op)))
+    family, operations = family_of(op)
+    moved = sum(_bytes(x) for x in (*(y.type for y in read_by(op)), *results_of(op)))
     made, times = (op.args[0].type, sum(op.args[-1][:2])) if op.name == BACKWARD else (first_result(op), 1)
 
     def taken(name: str) -> float:
         """What it takes by the record of this name; infinitely long where there is none."""
-        if (found := library.reach(name, _kind(op), tf32)) is None:
+        if (found := library.reach(name, kind_of(op), tf32)) is None:
             return math.inf
         needed = times * operations(convolved(op), made, found.tile)  # a gradient takes as many as the result does
         return library.price(found, gpu, needed, moved)
@@ -293,206 +306,13 @@ def _around(op: Any, gpu: Gpu, tf32: bool) -> tuple[float, float]:
     cores, where they come first and it is more than a product of pixels; and one that adds the bias.
     """
     x, w, bias, stride, padding, _, transposed, _, groups = convolved(op)
-    dtype, back = _kind(op), op.name == BACKWARD
+    dtype, back = kind_of(op), op.name == BACKWARD
     last = channels_at_end(x.type)
     plain = math.prod(w.type.static_shape[2:]) == math.prod(stride) == groups == 1 and not any(padding)
     around = added = 0.0
     if (turned := library.reach("image turned", dtype, tf32)) and not last and (back or transposed or not plain):
-        images = [y for y in (*(z.type for z in _read(op)), *_results(op)) if y.shape != w.type.shape]
+        images = [y for y in (*(z.type for z in read_by(op)), *results_of(op)) if y.shape != w.type.shape]
         around = library.price(turned, gpu, 0.0, 2 * sum(map(_bytes, images)))
     if bias is not None and not back and (known := library.reach("bias", dtype)):
         added = library.price(known, gpu, 0.0, 2 * _bytes(first_result(op)))
     return around, added
-
-
-def _family(op: Any) -> tuple[str, Callable[[Sequence[Any], Type, int], float]]:
-    """The family of an op with these arguments, and its operations."""
-    if is_convolution(op) and is_depthwise(convolved(op)):
-        last = channels_at_end(convolved(op)[0].type)
-        return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
-    family, operations = FAMILIES[op.name]
-    family += " added" if family == "index put" and True in op.args[3:4] else ""
-    if operations is _rows:
-        x, dim = op.args[0].type, op.args[1]
-        if x.rank == 0 or x.numel == x.shape[dim]:
-            return f"{family} of one row", _passes
-        if x.element_strides[dim] != 1:
-            return "scan of columns", _steps
-    return family, operations
-
-
-def channels_at_end(image: Type) -> bool:
-    """Whether an image has its channels beside each other in memory."""
-    return image.rank > 2 and image.shape[1] != 1 and image.element_strides[1] == 1
-
-
-def convolved(op: Any) -> Sequence[Any]:
-    """What a convolution is given, image and weights first, or the one whose gradients an op computes."""
-    return op.args[1:10] if op.name == BACKWARD else op.args  # type: ignore[no-any-return]
-
-
-def is_convolution(op: Any) -> bool:
-    """Whether an op is a convolution, or has its gradients."""
-    return op.name in (FORWARD, BACKWARD)
-
-
-def arithmetic(op: Any) -> float:
-    """The operations of a convolution, or of one of its gradients."""
-    return _convolution(convolved(op), op.args[0].type if op.name == BACKWARD else first_result(op), 1)
-
-
-def is_depthwise(args: Sequence[Any]) -> bool:
-    """Whether a convolution has a channel in each of its groups."""
-    return bool(args[8] > 1 and args[1].type.shape[1] == 1 and args[1].type.shape[0] >= args[8])
-
-
-def _kind(op: Any) -> str:
-    return next((str(x.type.dtype.name) for x in tensors_in(op.args)), "")
-
-
-def first_result(op: Any) -> Type:
-    """The type of its result, or of the first of several."""
-    return _results(op)[0]
-
-
-def _results(op: Any) -> list[Type]:
-    """The types of its results."""
-    if not isinstance(op, Aten):
-        return [x.type for x in op.writes]
-    return [x for x in (op.result if isinstance(op.result, tuple) else (op.result,)) if x is not None]
-
-
-def _read(op: Any) -> list[Any]:
-    """The tensors that are read: for an image's gradient not the image, for that of weights not the weights."""
-    found = tensors_in(op.args)
-    if op.name == BACKWARD:
-        of_image, of_weights, _ = op.args[-1]
-        found = [found[0], *found[1 : 1 + of_weights], *found[2 : 2 + of_image]]
-    return found
-
-
-def tensors_in(args: Sequence[Any]) -> list[Any]:
-    """The tensors among arguments, in lists of them too."""
-    found = [x for a in args for x in (a if isinstance(a, tuple | list) else (a,))]
-    return [x for x in found if isinstance(getattr(x, "type", None), Type)]
-
-
-def _tiles(extent: int, tile: int) -> int:
-    return -(-extent // tile) * tile
-
-
-def _product(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Of x @ y, the last two tensors."""
-    x, y = (a.type.static_shape for a in tensors_in(args)[-2:])
-    *batch, m, k = x
-    n = y[-1]
-    return float(2 * math.prod(batch) * _tiles(m, tile) * _tiles(n, tile) * k)
-
-
-def _convolution(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Of every point of the result (of the input, where the convolution is transposed) with every weight, channels in
-    whole tiles.
-    """
-    x, w, transposed, groups = args[0].type.static_shape, args[1].type.static_shape, args[6], args[8]
-    points = x if transposed else out.static_shape
-    spatial = len(w) - 2
-    pixels = math.prod(points[-spatial:]) * (points[0] if len(points) > spatial + 1 else 1)
-    own = _tiles(w[0] // groups, tile), _tiles(w[1], tile)
-    return float(2 * pixels * groups * math.prod(own) * math.prod(w[2:]))
-
-
-def _taps(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Of every point of the result (of the input, where the convolution is transposed) with the taps of its filter."""
-    points = args[0].type.static_shape if args[6] else out.static_shape
-    return float(2 * math.prod(points) * math.prod(args[1].type.static_shape[2:]))
-
-
-def _taps_and_more(args: Sequence[Any], out: Type, tile: int) -> float:
-    """The same, and what finding a point costs: as much as some taps."""
-    taps: int = math.prod(args[1].type.static_shape[2:])
-    return _taps(args, out, tile) * (taps + POINT) / taps
-
-
-POINT = 8
-"""As many taps as a point costs PyTorch's depthwise kernels besides: a thousand take 10 ns at 3x3, 35 at 7x7."""
-
-
-def _passes(args: Sequence[Any], out: Type, tile: int) -> float:
-    """An operation for every element: memory decides."""
-    return float(math.prod(out.static_shape))
-
-
-def _given(args: Sequence[Any], out: Type, tile: int) -> float:
-    """An operation for every element that is given."""
-    return float(math.prod(args[0].type.static_shape))
-
-
-def _rows(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Elements of rows that are scanned: a block of PyTorch's kernel has some, and so many of them fill the machine."""
-    return float(max(math.prod(out.static_shape), ROWS * out.static_shape[args[1]]))
-
-
-ROWS = 256
-"""As many rows as fill the machine where PyTorch scans them: a row takes 2.8 ns an element, alone or beside 255."""
-
-
-def _steps(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Steps of columns that are scanned side by side."""
-    return float(out.static_shape[args[1]])
-
-
-def _written(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Places that are written one by one."""
-    return float(math.prod(args[2].type.static_shape))
-
-
-def _added(args: Sequence[Any], out: Type, tile: int) -> float:
-    """Elements that are added."""
-    return float(math.prod(args[3].type.static_shape))
-
-
-SPECIAL = ("digamma", "polygamma")
-"""Functions of an element that our kernels compute in float64, and PyTorch in its type."""
-FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
-"""A convolution, and its gradients."""
-
-
-ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
-"""Attention on a processor: it is there where it was traced to be called."""
-
-
-ON_A_PROCESSOR = (
-    ("product", "bf16"), ("attention", "f16"), ("attention", "f64"),
-    *((family, kind) for family in ("sampling", "resampling", "maximum", "attention") for kind in ("f32", "bf16")),
-)  # fmt: skip
-"""Families that are called on processors only, with their types."""
-FAMILIES: dict[str, tuple[str, Callable[[Sequence[Any], Type, int], float]]] = {
-    **{f"aten.{name}.default": ("product", _product) for name in PRODUCTS},
-    FORWARD: ("convolution", _convolution),
-    BACKWARD: ("convolution", _convolution),
-    "aten.cumsum.default": ("scan", _rows),
-    "aten.cumprod.default": ("scan", _rows),
-    "aten.logcumsumexp.default": ("log scan", _rows),
-    "aten.scatter.src": ("scatter", _written),
-    "aten.scatter.value": ("scatter", _written),
-    "aten.scatter_add.default": ("scatter", _written),
-    "aten.scatter_reduce.two": ("scatter with", _written),
-    "aten.index_add.default": ("index add", _added),
-    "aten.index_reduce.default": ("scatter with", _added),
-    **dict.fromkeys((*PUTS, "aten.index_copy.default"), ("index put", _passes)),
-    "aten.embedding_dense_backward.default": ("embedding gradient", _passes),
-    "aten.cat.default": ("cat", _passes),
-    "aten.stack.default": ("cat", _passes),
-    "aten.grid_sampler_2d.default": ("sampling", _passes),
-    **{
-        f"aten.upsample_{way}{back}.default": ("resampling", _passes)
-        for way in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")
-        for back in ("", "_backward")
-    },
-    "aten.adaptive_max_pool2d.default": ("maximum", _given),
-    "aten.masked_scatter.default": ("masked scatter", _passes),
-    **dict.fromkeys((f"{ATTENTION}.default", f"{ATTENTION}_backward.default"), ("attention", _passes)),
-    **{f"aten.{name}.default": ("special", _passes) for name in SPECIAL},
-    **{f"aten.max_pool{n}d_with_indices_backward.default": ("pooling", _passes) for n in (2, 3)},
-}
-"""The family of an op, and how many operations its library computes, given its arguments, result and tile."""

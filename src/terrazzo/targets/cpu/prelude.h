@@ -91,6 +91,13 @@ template <class T> TZ bool tz_signbit(T x) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   return tz_bits<Bits>(x) >> (8 * sizeof x - 1);
 }
+// Whole numbers in the order of floats: both zeros are one, and NaN is the largest.
+template <class T> TZ auto tz_order(T x) {
+  using Whole = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+  constexpr Whole most = std::numeric_limits<Whole>::max();
+  Whole bits = tz_bits<Whole>(x + (T)0);
+  return x != x ? most : bits ^ (bits >> (8 * sizeof x - 1) & most);
+}
 
 // Runs of float16 as float32 and back, eight numbers at a time where the processor has instructions for that, or sixteen:
 // what is stored in halves of a vector waits until it is read whole. (Their header takes longer to read than a kernel

@@ -14,12 +14,13 @@ from terrazzo.ir.expr import Expr, FloorDiv, Loaded, Mod
 from terrazzo.ir.node import substitute, topological
 from terrazzo.ir.schedule import Factor, Like, Operand, Schedule, Site
 from terrazzo.rules.access import WIDEST
-from terrazzo.rules.loop_to_tile.reductions.rows import column_of, leaves, loaded, parts, reducing
+from terrazzo.rules.loop_to_tile.reductions.rows import column_of, leaves, loaded, parts, read_alike, reducing
 from terrazzo.rules.loop_to_tile.reductions.sharing import FLYING, MANY, beside, row_lines, sharing
 from terrazzo.rules.loop_to_tile.walked.threads import (
     DEAR,
     KEPT,
     SECTOR,
+    SPARE,
     WARP,
     WORD,
     ceil,
@@ -48,7 +49,7 @@ def reduction(kernel: l.Kernel, gpu: Gpu, most: int = 32, whole: bool = True) ->
     rows, inner, top = parts(kernel)
     if not top:
         return pointwise(kernel, gpu)
-    if (column := column_of(rows, top)) is not None:
+    if (column := column_of(rows, top) or read_alike(rows, top)) is not None:
         return columns(kernel, gpu, column, whole)
     longest = max((r.axes[-1] for r in top), key=size_of)
     vector = min(
@@ -215,21 +216,24 @@ def columns(kernel: l.Kernel, gpu: Gpu, column: Any, whole: bool = True) -> Sche
     if (short := held(kernel, gpu)) is not None:
         return short
     across = [s for s in kernel.stores if any(a in s.free and step(s, a) == 1 for a in inner)]
-    vector = 1 if across else vector_of(leaves(top), column)
+    alike = column is read_alike(rows, top)
+    vector = 1 if across or alike else vector_of(leaves(top), column)
     while vector > 1 and vector * len(top) > COLUMNS:
         vector //= 2
     lanes = min(WARP, 1 << (ceil(size_of(column), vector) - 1).bit_length())
     length = max(size_of(r.axes[-1]) for r in top)
-    points, narrow = math.prod(map(size_of, rows)), min(x.dtype.size for x in loaded(top) if column in x.free)
+    points = math.prod(map(size_of, rows))
+    narrow = min((x.dtype.size for x in loaded(top) if column in x.free), default=WORD)
     while whole and lanes * vector * narrow > SECTOR and ceil(points, vector * lanes) < gpu.processors:
         lanes //= 2
     count = ceil(points, vector * lanes)
-    share = min(8, 1 << ceil(length, WARP // lanes * 4).bit_length() - 1)
+    share = 1 if alike else min(8, 1 << ceil(length, WARP // lanes * 4).bit_length() - 1)
     while vector == 1 and share < WARP and share * count < WARP * gpu.processors and length // share >= 32:
         share *= 2  # there are few warps, each with many rows
     while share > 1 and length // share < 16 and count * share > 64 * gpu.processors:
         share //= 2  # there are warps enough, each with few rows
-    apart = next(w for w in (8, 4, 2, 1) if w == 1 or (w * share <= 8 and count >= 2 * w * gpu.processors))
+    beside = [w for w in (8, 4, 2) if not alike or waste(size_of(column), w * lanes) <= SPARE]
+    apart = next((w for w in beside if w * share <= 8 and count >= 2 * w * gpu.processors), 1)
     if vector == 1 and lanes == WARP and vector_of(leaves(top), column) == 1 and count >= MANY * gpu.processors:
         apart, share = 8, min(share, 4)
     threads = (*warps_of(share), *lanes_of(WARP // lanes))

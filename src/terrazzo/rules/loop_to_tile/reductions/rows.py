@@ -12,7 +12,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, Mod
 from terrazzo.ir.node import topological
 from terrazzo.rules.loop_to_tile.walked.collapse import merge_axes
-from terrazzo.rules.loop_to_tile.walked.threads import ordered, size_of, step
+from terrazzo.rules.loop_to_tile.walked.threads import WARP, ordered, size_of, step
 
 
 def parts(kernel: l.Kernel) -> tuple[list[Any], list[Any], list[l.Reduce]]:
@@ -36,6 +36,16 @@ def column_of(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
     found = {a: sum(bytes_of(x) for x in read if step(x, a) == 1) for a in rows}
     best = max(rows, key=lambda a: found[a], default=None)
     return best if best is not None and found[best] > along else None
+
+
+def read_alike(rows: Sequence[Any], top: Sequence[l.Reduce]) -> Any:
+    """The innermost axis of rows whose points all read the same in the steps of their reductions, as where each element
+    of a row is compared with all others: lanes that had points of it would load one element for all of them. None
+    where it has fewer points than a warp has lanes.
+    """
+    read = [x for x in loaded(top) if not x.free <= frozenset(rows)]
+    found = [a for a in rows if size_of(a) >= WARP and all(a not in x.free for x in read)]
+    return found[-1] if read and found else None
 
 
 def column(kernel: l.Kernel) -> Any:
