@@ -477,13 +477,41 @@ THREE = re.sub(r"sum\(.*\)\n", f"sum(add({SMALL}, {ONE(1, 1)}))\n", SCALED)
 SHORT = THREE.replace("time(3,", "time(6,").replace("block(64)", "block(32)").replace("reg(4)", "reg(2)")
 
 
-@pytest.mark.parametrize(("source", "begun"), [(THREE, 3), (SHORT.replace("swizzle=128", "swizzle=64"), 2)])
-def test_the_large_products_of_three_scales_are_promoted_every_32(source: str, begun: int) -> None:
-    """By each of two warpgroups: twice in a step of 64, once in one of 32."""
+@pytest.mark.parametrize(
+    ("source", "begun", "ends"), [(THREE, 3, 1), (SHORT.replace("swizzle=128", "swizzle=64"), 2, 0)]
+)
+def test_the_large_products_of_three_scales_are_promoted_every_32(source: str, begun: int, ends: int) -> None:
+    """By each of two warpgroups: twice in a step of 64, once in one of 32; and otherwise in the last step, where there
+    are no sums of a few steps.
+    """
     assert "f32(0.5)" in source
     right(source)
     steps = str(derived(source))
-    assert steps.count("fresh") == 2 * begun and len(re.findall(r"add\(acc\d\[", steps)) == 2 * begun
+    assert steps.count("fresh") == 2 * begun and len(re.findall(r"add\(acc\d\[", steps)) == 2 * (begun + ends)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])
+@pytest.mark.parametrize("whole", [False, True])
+def test_sums_are_as_large_as_they_should_be_where_tensor_cores_truncate(steps: int, whole: bool) -> None:
+    """To 1e-8 in the mean, with sums of a few steps apart (6) or without, where 2.4e-8 are cut off; and those of whole
+    numbers, of which nothing is, are exact.
+    """
+    depth, rng = 64 * steps, np.random.default_rng(0)
+    x, w = (rng.standard_normal((128, depth), np.float32) for _ in range(2))
+    if whole:
+        x, w = (np.round(v * 40) for v in (x, w))
+    tile = THREE.replace("256", "128").replace("grid(2)", "grid(1)").replace("grouped(2)", "grouped(1)")
+    source = re.sub(r"\b192\b", str(depth), tile).replace("time(3,", f"time({steps},")
+    given = {}
+    for name, left in (("x", x), ("w", w)):
+        for part in (1, 2, 3):  # each scaled by 2 once more than the one before it
+            given[f"{name}{part}"] = left.astype(bf16.numpy)
+            left = (left - given[f"{name}{part}"].astype(np.float32)) * 2
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    (y,) = simulator.run(derived(source), given, truncates=True)
+    if whole:
+        assert np.array_equal(y, exact) and np.abs(exact).max() > 2**12
+    assert abs(((y - exact) * exact).sum() / (exact * exact).sum()) < 1e-8
 
 
 @pytest.mark.parametrize(("steps", "columns", "held"), [(6, 128, True), (3, 128, False), (6, 144, False)])

@@ -79,10 +79,10 @@ def on_tensor_cores(x: Any, w: Any, rescued: bool = True, each: int = 0) -> Any:
 def nearer(one: Any, other: Any, last: bool = False) -> Any:
     """Two sums in float32, a little larger than they are, rounded once."""
     both = one + other
-    added = both - one
-    left = other - added + ((one - (both - added)) if last else 0)
+    with np.errstate(invalid="ignore"):
+        left = other - (both - one)
     more = (both if last else other) * np.float64(NEARER)
-    sound = np.isfinite(both) & (last | (np.abs(both) >= np.abs(other)))
+    sound = (np.abs(left) <= np.abs(other)) & (last | (np.abs(both) >= np.abs(other)))
     return np.where(sound, both + (more + left).astype(np.float32), both)
 
 

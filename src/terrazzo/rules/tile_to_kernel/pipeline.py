@@ -20,11 +20,11 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var
 from terrazzo.ir.node import Node
 from terrazzo.ir.plan import Convert, Frame, Plan, Product, Ring, Stream
-from terrazzo.ir.types import f16, u32
+from terrazzo.ir.types import u32
 from terrazzo.rules.tile.digits import Bindings, zero
 from terrazzo.rules.tile.draft import Draft, axis_name
 from terrazzo.rules.tile.products import CONVERTED
-from terrazzo.rules.tile.promoted import few, groups, halves, opens, scales
+from terrazzo.rules.tile.promoted import groups, halves, scales
 from terrazzo.rules.tile.rings import axis_called, brought, outermost, rounds, staggered, steps, twin_axes
 from terrazzo.rules.tile.spans import span, spanned
 from terrazzo.rules.tile.vectors import vectors
@@ -157,12 +157,10 @@ class Pipeline:
         t = self.step_variable()
         late = [r for r in self.rings if r.late]
         for p in self.plan.all(Product):
-            totals = [self.fragments[r] for r in self.sums(p)] if self.outermost(p) else []
-            if totals and few(self.draft, self.plan, p, self.steps.count):
-                kinds = {x.dtype for x in self.draft.products[p.sites[0]].operands}  # type: ignore[attr-defined]
-                self.promotion.hold(totals, self.steps.count, cut=f16 in kinds)
-            if totals and opens(self.draft, self.plan, p):
-                self.promotion.apart(totals, len(groups(self.draft, p)))
+            if self.outermost(p):
+                totals, last = [self.fragments[r] for r in self.sums(p)], self.visited - 1
+                whole = None if self.visiting.rounds else t - last
+                self.promotion.prepare(self.draft, self.plan, p, totals, self.steps.count, whole)
 
         def body() -> None:
             self.promotion.go_to(t)
@@ -197,7 +195,7 @@ class Pipeline:
                             self.builder.where([t - 1], lambda ring=ring: self.free(ring, t - 1))  # type: ignore[misc]
                         else:
                             self.free(ring, t)
-                self.promotion.add()
+                self.promotion.add(ends=True)
 
         self.builder.loops([(t, False)], body)
         self.promotion.finish()

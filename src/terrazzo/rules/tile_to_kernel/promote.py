@@ -6,7 +6,6 @@ where registers have room for a third set, sums of a few steps become part of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,16 +13,23 @@ from terrazzo.hw.wgmma import WarpgroupInstruction
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr
+from terrazzo.ir.plan import Plan, Product
+from terrazzo.ir.types import f16
+from terrazzo.rules.loop.precision.number_parts import every_digit
 from terrazzo.rules.tile.digits import Bindings, zero
-from terrazzo.rules.tile.promoted import TOGETHER
+from terrazzo.rules.tile.draft import Draft
+from terrazzo.rules.tile.promoted import TOGETHER, few, groups, opens, scales
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
 NEARER = 2.9e-8
 """Products of parts in float16 have 22 bits, and what a tensor core cuts off of their sums makes these 5.5e-8 smaller
-in the mean (H100, and emulated), where those of bfloat16 have 16 and become 2.5e-8 smaller. Half of that is added with
-the sums of a few steps, and half to whole ones: less than 2^-25 of a sum each time, so that one in which nothing was
-cut off, of whole numbers perhaps, stays what it is.
+in the mean (H100, and emulated). Half of that is added with the sums of a few steps, and half to whole ones: less than
+2^-25 of a sum each time, so that one in which nothing was cut off, of whole numbers perhaps, stays what it is.
+"""
+WHOLE = 2.2e-8
+"""Those of bfloat16 have 16 bits, and sums become 2.0e-8 to 2.7e-8 smaller (of normal numbers; of numbers from 0 to 1
+3.2e-8, of those behind a ReLU 1e-8: emulated), which is added to whole ones.
 """
 
 
@@ -46,12 +52,22 @@ class Promotion:
         self.held: dict[k.Registers, k.Registers] = {}  # those of a few steps, by the tile's
         self.together = TOGETHER
         self.cut = False  # whether tensor cores cut off so much of their products that sums are brought nearer
+        self.whole: IntExpr | None = None  # at least 0 where the last sums of a step make whole ones
 
-    def hold(self, totals: Sequence[Fragment], steps: int, cut: bool) -> None:
-        """Have the sums of a few of so many steps apart from the tile's, of products that are `cut` off or are not."""
-        self.cut, self.together = cut, together(steps, cut)
-        for x in totals:
-            self.held[x.place] = self.like(x, "few", empty=True)
+    def prepare(
+        self, draft: Draft, plan: Plan, p: Product, totals: Sequence[Fragment], steps: int, whole: IntExpr | None
+    ) -> None:
+        """What sums there are of a product with these in so many steps, the last of which is where `whole` is not
+        negative, if there is one.
+        """
+        self.cut = any(x.dtype is f16 for x in draft.products[p.sites[0]].operands)  # type: ignore[attr-defined]
+        if few(draft, plan, p, steps) and steps > together(steps, self.cut):
+            self.together = together(steps, self.cut)
+            self.held.update({x.place: self.like(x, "few", empty=True) for x in totals})
+        elif p.promote and every_digit(scales(draft, p)):
+            self.whole = whole
+        if opens(draft, plan, p):
+            self.apart(totals, len(groups(draft, p)))
 
     def apart(self, totals: Sequence[Fragment], count: int) -> None:
         """Have sums of its own for each of so many groups of a step."""
@@ -96,16 +112,21 @@ class Promotion:
         """The sums that were begun stay on their way while others begin."""
         self.begun, self.open = [*self.begun, self.open], []
 
-    def add(self) -> None:
+    def add(self, ends: bool = False) -> None:
         """The sums of the step that were begun first, which were waited for, become part of the tile's, or of those of
-        a few steps.
+        a few steps. Those that end the last step make whole ones, where they are added to the tile's.
         """
         if self.begun:
             done, *self.begun = self.begun
         else:
             done, self.open = self.open, []
         for total, part, scale in done:
-            self.more(self.held.get(total, total), part, scale)
+            add = partial(self.more, self.held.get(total, total), part, scale)
+            if ends and self.whole is not None and scale == 1:
+                self.builder.where([-1 - self.whole], add)
+                self.builder.where([self.whole], partial(self.each, total, partial(self.nearer, total, part, True)))
+            else:
+                add()
 
     def go_to(self, t: IntExpr) -> None:
         """Before step t: once in a few steps, their sums become part of the tile's, and begin again."""
@@ -114,39 +135,37 @@ class Promotion:
 
     def gather(self) -> None:
         """The sums of a few steps become part of the tile's, and begin again."""
-        for total, few in self.held.items():
-            self.join(total, few)
-            none = l.Literal(zero(few.type.dtype), few.type.dtype)
-            self.each(few, lambda at, x=few, none=none: l.Store(x, at, none))  # type: ignore[misc]
+        for total, some in self.held.items():
+            self.join(total, some)
+            none = l.Literal(zero(some.type.dtype), some.type.dtype)
+            self.each(some, lambda at, x=some, none=none: l.Store(x, at, none))  # type: ignore[misc]
 
     def finish(self) -> None:
         """The sums of the last few steps become part of the tile's."""
-        for total, few in self.held.items():
-            self.join(total, few, last=True)
+        for total, some in self.held.items():
+            self.join(total, some, last=True)
 
-    def join(self, total: k.Registers, few: k.Registers, last: bool = False) -> None:
+    def join(self, total: k.Registers, some: k.Registers, last: bool = False) -> None:
         """The sums of a few steps become part of the tile's, the last ones or others."""
-        if self.cut:
-            self.each(total, partial(self.nearer, total, few, last))
+        if self.cut or last:
+            self.each(total, partial(self.nearer, total, some, last))
         else:
-            self.more(total, few)
+            self.more(total, some)
 
-    def nearer(self, total: k.Registers, few: k.Registers, last: bool, at: tuple[IntExpr, ...]) -> l.Store:
-        """Two sums added up, and rounded once that is larger by `NEARER` of the second one, or in the end of the whole:
-        where that is less than half of what the sum is rounded to.
+    def nearer(self, total: k.Registers, some: k.Registers, last: bool, at: tuple[IntExpr, ...]) -> l.Store:
+        """Two sums added up, and rounded once that is larger by what was cut off of the second one, or in the end of
+        the whole: where that is less than half of what the sum is rounded to. What an addition left out is known but
+        for a rounding where the second sum is the larger one, which may be so of the last.
         """
-        one, other = l.Load(total, at), l.Load(few, at)
+        one, other = l.Load(total, at), l.Load(some, at)
         both = self.builder.let(l.apply("add", one, other))
-        size = l.apply("abs", both)
-        added = l.apply("sub", both, one)
-        rest = l.apply("sub", other, added)
-        if last:  # which may be the larger one
-            rest = l.apply("add", l.apply("sub", one, l.apply("sub", both, added)), rest)
-        more = l.apply("mul", both if last else other, l.Literal(NEARER, both.type))
-        better = l.apply("add", both, l.apply("add", more, rest))
-        sound: l.Term = l.apply("lt", size, l.Literal(math.inf, both.type))
+        left = self.builder.let(l.apply("sub", other, l.apply("sub", both, one)))
+        more = l.apply("mul", both if last else other, l.Literal(NEARER if self.cut else WHOLE, both.type))
+        better = l.apply("add", both, l.apply("add", more, left))
+        size = l.apply("abs", other)
+        sound = l.apply("le", l.apply("abs", left), size)  # which it is not of what is infinite or NaN
         if not last:
-            sound = l.apply("and_", sound, l.apply("ge", size, l.apply("abs", other)))
+            sound = l.apply("and_", sound, l.apply("ge", l.apply("abs", both), size))
         return l.Store(total, at, l.apply("where", sound, better, both))
 
     def more(self, total: k.Registers, part: k.Registers, scale: float = 1.0) -> None:
