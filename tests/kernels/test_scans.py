@@ -67,6 +67,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "products": (lambda x: x.cumprod(-1), (x(4, 300).sigmoid() + 0.5,)),
     "what is computed on the way": (lambda x, m: torch.where(m > 0, x, 0).cumsum(-1) * m, (x(4, 640), x(4, 640))),
     "from the end": (lambda x: x.flip(-1).cumsum(-1).flip(-1), (x(4, 640),)),
+    "from the end, with a rest": (lambda x, y: x.flip(-1).cumsum(-1).flip(-1) * y, (x(3, 2051), x(3, 2051))),
+    "from the end of columns": (lambda x: x.flip(0).cumsum(0).flip(0).exp2(), (x(600, 70) / 64,)),
+    "from the end in the middle": (lambda x: x.flip(1).cumsum(1).flip(1), (x(2, 100, 40),)),
+    "from the end in pieces": (lambda x: x.flip(-1).cumsum(-1).flip(-1), (x(2, 12288),)),
+    "from the end in odd pieces": (lambda x: x.flip(0).logcumsumexp(0).flip(0), (x(4099, 3),)),
+    "several from the end": (
+        lambda x, y: x.flip(-1).cumsum(-1).flip(-1) / (1 + y.flip(-1).cumprod(-1).flip(-1)),
+        (x(3, 512), x(3, 512).sigmoid()),
+    ),
+    "from the end in 16 bits": (lambda x: x.flip(-1).cumsum(-1).flip(-1), (x(6, 4096, dtype=torch.bfloat16),)),
+    "from the end and from the beginning": (lambda x: x.cumsum(-1) + x.flip(-1).cumsum(-1).flip(-1), (x(4, 640),)),
     "after a softmax": (lambda x: x.softmax(-1).cumsum(-1), (x(5, 300),)),
     "positions": (lambda x: (x.cumsum(1) * x).long(), ((x(4, 200) > 0).long(),)),
 }
@@ -94,6 +105,18 @@ def test_few_rows_that_are_long_fill_a_gpu(shape: tuple[int, ...], dim: int) -> 
     *before, last = done.at("kernel").steps
     assert last.grid >= 132 and not faults(last, "sm_90a")
     assert len(before) >= 2 and all(b.name.startswith("cumsum_") for s in before for b in s.writes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_the_end_it_is_one_kernel_with_wide_accesses(dtype: torch.dtype) -> None:
+    """As gradients of scans are, and suffix sums: who reads them from the end takes the steps."""
+    given = torch.empty(16384, 512, device="meta", dtype=dtype)
+    fn = lambda x, y: x.flip(-1).cumsum(-1).flip(-1) * y  # noqa: E731
+    done = lowering(capture(fn, (given, given)).program, Options(target="sm_90a", libraries="never"))
+    (kernel,) = done.at("kernel").steps
+    moves = [s for s in k.walk(kernel.body) if isinstance(s, k.Move)]
+    assert [s.count for s in moves] == [4, 4, 4]
+    assert not any(isinstance(s, l.Store) and s.buffer in kernel.writes for s in k.walk(kernel.body))
 
 
 SHARED = """\

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from terrazzo.front import fast_paths, foreach, in_rows, looking, mixed_norms, one_type
+from terrazzo.front.derivatives import traced_with
 
 WHOLE = (
     "_softmax", "_log_softmax", "native_layer_norm", "native_group_norm", "_fused_rms_norm", "gelu", "silu", "sigmoid",
@@ -128,15 +129,8 @@ def resampled_whole(given: Iterable[Any]) -> Iterator[None]:
     packets = [getattr(torch.ops.aten, name) for name in names]
     ops = [getattr(packet, o) for packet in packets for o in ("default", "vec")]
     keys = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
-    taken = {op: {key: op.py_kernels.pop(key) for key in keys if key in op.py_kernels} for op in ops}
-    try:
-        for op in ops:
-            op._dispatch_cache.clear()
+    with traced_with({op: dict.fromkeys(keys) for op in ops}):
         yield
-    finally:
-        for op, kernels in taken.items():
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
 
 
 def _slogdet(x: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.attention import attention_traced, attentions, may_be_called
 from terrazzo.front.decompositions import resampled_whole, table
+from terrazzo.front.derivatives import derivatives
 from terrazzo.front.devices import device_of, gather_on_one, is_copied
 from terrazzo.front.drawn import drop_nothing
 from terrazzo.front.fx import Unheld, from_graph
@@ -115,7 +116,13 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     trains = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs)
     rounded = bool(trains and where and target(where.target).gpu) and unround_weights(gm, example_inputs)
     try:
-        with attention_traced(called), checks_inside(), resampled_whole(example_inputs), _gradients_apart(gm):
+        with (
+            attention_traced(called),
+            checks_inside(),
+            resampled_whole(example_inputs),
+            derivatives(),
+            _gradients_apart(gm),
+        ):
             compiled = aot_module_simplified(
                 gm,
                 example_inputs,

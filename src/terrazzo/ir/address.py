@@ -105,6 +105,14 @@ def axis_digits(index: tuple[IntExpr, ...]) -> dict[Expr, Var]:
     return found
 
 
+def upwards(e: IntExpr, extent: IntExpr) -> IntExpr:
+    """An index along a dimension, or, where it is counted down from the end, what it is counted down by: a0 for 7 - a0
+    of 8.
+    """
+    down = isinstance(e, Expr) and all(isinstance(c, int) and c < 0 for factors, c in terms_of(e).items() if factors)
+    return extent - 1 - e if down else e
+
+
 def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:
     """The offset of `index` in elements."""
     offset: IntExpr = 0

@@ -58,7 +58,14 @@ def _gradients(ctx: Any, grad: Any) -> Any:
     import torch
 
     (a, h), dim = ctx.saved_tensors, ctx.dim
-    none, rest = torch.zeros_like(h.narrow(dim, 0, 1)), h.shape[dim] - 1
-    later = torch.cat([a.narrow(dim, 1, rest), none.to(a.dtype)], dim)
-    of_b = linear_recurrence()(later.flip(dim), grad.flip(dim), dim).flip(dim)
-    return (of_b * torch.cat([none, h.narrow(dim, 0, rest)], dim)).to(a.dtype), of_b, None
+    of_b = from_the_end(a, grad, dim)
+    before = torch.cat([torch.zeros_like(h.narrow(dim, 0, 1)), h.narrow(dim, 0, h.shape[dim] - 1)], dim)
+    return (of_b * before).to(a.dtype), of_b, None
+
+
+def from_the_end(a: Any, b: Any, dim: int) -> Any:
+    """The recurrence s[t] = b[t] + a[t + 1] * s[t + 1] along `dim`, where behind the last there is nothing."""
+    import torch
+
+    later = torch.cat([a.narrow(dim, 1, a.shape[dim] - 1), torch.zeros_like(a.narrow(dim, 0, 1))], dim)
+    return linear_recurrence()(later.flip(dim), b.flip(dim), dim).flip(dim)

@@ -19,7 +19,7 @@ from typing import Any
 from terrazzo.collector import remembered
 from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir import verify_kernel
-from terrazzo.ir.address import axis_digits, coefficient
+from terrazzo.ir.address import axis_digits, coefficient, upwards
 from terrazzo.ir.canonical import as_its_form, canonical, form_of, many_alike
 from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
@@ -245,7 +245,8 @@ def _place(e: Expr, v: Any) -> tuple[int, int]:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is counted by axes, or digits of axes, of its own: every element is stored exactly once. Over
+    """Each dimension is counted by axes, or digits of axes, of its own, one perhaps from the end: every element is
+    stored exactly once. Over
     something else a dimension may be counted from some place on, or be a place that follows from what others count by,
     or that data says: every element is stored at most once.
     """
@@ -260,7 +261,7 @@ def _stores_all(store: l.Store) -> str:
     used: set[Any] = set()
     later: list[tuple[int, IntExpr]] = []
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
-        e = substitute(whole, digits)
+        e = substitute(upwards(whole, extent), digits)
         radix: IntExpr = 1
         counted: IntExpr = 0
         mine = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []

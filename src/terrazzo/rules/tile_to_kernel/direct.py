@@ -6,7 +6,7 @@ often as there are results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -257,7 +257,7 @@ def _somewhere(e: IntExpr, variables: Iterable[Var]) -> IntExpr | None:
 def beside(
     digits: Mapping[Any, Sequence[Digit]],
     inside: Sequence[IntExpr],
-    wide: Callable[[Digit], tuple[list[l.Load], list[l.Store]]],
+    wide: Callable[[Digit], tuple[Collection[l.Load], Collection[l.Store]]],
 ) -> tuple[Any, Digit | None]:
     """The axis along which a thread's values lie side by side, and which of its digits that is, where they are stored
     or loaded so, as `wide` says; else the axis of which a thread has most.

@@ -82,7 +82,7 @@ class SharedScan:
         """Statements for the steps of a thread, those that lie side by side in memory loaded and stored at once."""
         j, size = self.each.variable, self.each.size
         whole = size > 1 and size & size - 1 == 0 and all(together(e, j, size) for e in scope.pending)
-        loads, stores = self.walker.wide(body, j, size, scope) if whole else ([], [])
+        loads, stores = self.walker.wide(body, j, size, scope) if whole else ([], {})
         self.walker.at_once(body, j, size, scope, loads, stores, [x for x in keep if x not in loads])
 
     def values(self, places: Places) -> list[l.Load]:

@@ -6,7 +6,7 @@ those in lanes meet by shuffles, those in warps through shared memory; every thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,9 @@ from terrazzo.rules.tile_to_kernel.pieces import pieces
 from terrazzo.rules.tile_to_kernel.scans import SharedScan
 from terrazzo.rules.tile_to_kernel.scope import Scope, noting_nothing
 from terrazzo.rules.tile_to_kernel.team_tile import Leaf, leaf
+
+Wide = tuple[list[l.Load], dict[l.Store, IntExpr]]
+"""Loads and stores of places side by side, and of each store, which of these it goes to."""
 
 
 class Walker:
@@ -320,7 +323,7 @@ class Walker:
 
         return step
 
-    def wide(self, body: Sequence[n.Statement], j: Var, size: int, scope: Scope) -> tuple[list[l.Load], list[l.Store]]:
+    def wide(self, body: Sequence[n.Statement], j: Var, size: int, scope: Scope) -> Wide:
         """The loads and stores that are wide along j."""
         loads = [
             x.term
@@ -330,8 +333,8 @@ class Walker:
             and x.term not in scope.env
             and wide(scope(x.term), j, size)
         ]
-        stores = [x for x in body if isinstance(x, l.Store) and wide(l.Load(x.buffer, scope.all(x.index)), j, size)]
-        return loads, stores
+        ways = ((x, _way(x, j, size, scope)) for x in body if isinstance(x, l.Store))
+        return loads, {x: way for x, way in ways if way is not None}
 
     def at_once(
         self,
@@ -340,7 +343,7 @@ class Walker:
         size: int,
         scope: Scope,
         loads: Sequence[l.Load],
-        stores: Sequence[l.Store],
+        stores: Mapping[l.Store, IntExpr],
         keep: Sequence[Any] = (),
     ) -> None:
         """Statements for all j, after what is loaded at once and before what is stored so. Registers have what to keep
@@ -348,16 +351,16 @@ class Walker:
         """
         for load in loads:
             self.wide_load(load, j, size, scope)
-        taken = {*loads, *self.out_of_order(body, (*loads, *keep), j, size, scope)}
+        taken = {*loads, *self.out_of_order(body, loads, j, size, scope)}
         out = {x: self.builder.registers("out", x.buffer.type.dtype, (size,)) for x in stores}
-        later = {x: self.builder.registers("term", x.dtype, (size,)) for x in keep}
+        later = {x: self.builder.registers("term", x.dtype, (size,)) for x in keep if x not in taken}
 
         def one() -> None:
             here = scope.inner()
             here.kept = scope.kept
             for x in body:
                 if isinstance(x, l.Store) and x in out:
-                    self.builder.add(l.Store(out[x], (j,), here(x.value)))
+                    self.builder.add(l.Store(out[x], (stores[x],), here(x.value)))
                 elif not isinstance(x, n.Let) or x.term not in taken:
                     self.statement(x, here)
                     if isinstance(x, n.Let) and x.term in later:
@@ -367,7 +370,8 @@ class Walker:
         scope.env.update({x: l.Load(place, (j,)) for x, place in later.items()})
         inside = [substitute(e, {j: 0}) for e in (*self.bindings.first(scope.threads), *scope.pending)]
         for x, place in out.items():
-            to = tuple(substitute(i, {j: 0}) for i in scope.all(x.index))
+            first = substitute(stores[x], {j: 0})
+            to = tuple(substitute(i, {j: first}) for i in scope.all(x.index))
             move = k.Move(x.buffer, to, place, (0,), size)
             self.builder.where(inside, partial(self.builder.add, move))
 
@@ -478,3 +482,9 @@ class Walker:
         keep = [s.term for s in mine if isinstance(s, n.Let) and s.term in used and s.term not in loads]
         if mine:
             self.at_once(mine, j, columns.size, scope, loads, stores, keep)
+
+
+def _way(store: l.Store, j: Var, size: int, scope: Scope) -> IntExpr | None:
+    """Which of `size` places side by side, aligned, a store goes to: j, or from the last one down; else None."""
+    place = l.Load(store.buffer, scope.all(store.index))
+    return next((way for way in (j, size - 1 - j) if wide(substitute(place, {j: way}), j, size)), None)

@@ -33,12 +33,18 @@ def only_reduced(kernel: l.Kernel, reader: l.Kernel) -> bool:
 
 
 def scanned_last(kernel: l.Kernel) -> l.Kernel:
-    """`kernel` with the axis that its scans run along as the last one, which takes their steps."""
+    """`kernel` with the axis that its scans run along as the last one, which takes their steps. A reader that takes
+    what is scanned from the end, as gradients of scans are, goes from the end itself.
+    """
     at = {x.at for x in kernel.scans}
-    if len(at) != 1 or not at <= set(kernel.axes):
+    if len(at) != 1:
         return kernel
+    stores = kernel.stores
+    if turned := {a: a.extent - 1 - a for a in kernel.axes if a.extent - 1 - a in at}:
+        stores = substituted(stores, turned)
+        at = {*turned}
     axes = sorted(kernel.axes, key=lambda a: a in at)
-    return l.Kernel(kernel.name, tuple(axes), kernel.stores, kernel.source)
+    return l.Kernel(kernel.name, tuple(axes), stores, kernel.source)
 
 
 @per_node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from terrazzo.ir.address import axis_digits, coefficient, digit
+from terrazzo.ir.address import axis_digits, coefficient, digit, upwards
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Var, at_least
@@ -62,14 +62,15 @@ def element(
 
 def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
     """What the axes of a kernel are where it stores the element at `index`. Axes may be stored merged and taken apart,
-    as a0 * 12 + a1 // 4: digits of the index are digits of them.
+    as a0 * 12 + a1 // 4: digits of the index are digits of them. One may be stored from the end, as 11 - a0.
     """
     found: dict[Any, IntExpr] = {}
     if all(isinstance(e, Var) and e.extent == n for e, n in zip(store.index, store.buffer.type.shape, strict=True)):
         return dict(zip(store.index, index, strict=True))
     digits = axis_digits(store.index)
     for whole, at, extent in zip(store.index, index, store.buffer.type.shape, strict=True):
-        e = substitute(whole, digits)
+        e = substitute(upwards(whole, extent), digits)
+        at = at if upwards(whole, extent) is whole else extent - 1 - at
         for v in e.free if isinstance(e, Expr) else ():
             place: Any = coefficient(e, v)
             found[v] = at // place if place * v.extent == extent else at // place % v.extent
