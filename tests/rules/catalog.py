@@ -5,7 +5,8 @@ A rewrite that is recorded under a name that is not here fails `test_catalog`, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from terrazzo.rules.loop.layout import (
     placed,
     taps_after,
     turned,
+    whole_steps,
 )
 from terrazzo.rules.loop.memory import beside, combined, divided, gathered, in_windows, places_read, remake, renewed
 from terrazzo.rules.loop.precision import narrow, parts, places, relax, sooner, wide_sums
@@ -96,6 +98,12 @@ def kernels(rewrite: Callable[[l.Kernel], tuple[l.Kernel, ...]]) -> Callable[[l.
         return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
     return apply
+
+
+def points(steps: Sequence[l.Kernel]) -> float:
+    """How many points kernels reduce over."""
+    found = [x for s in steps for x in s.carried if isinstance(x, l.Reduce)]
+    return float(sum(math.prod(a.extent for a in x.axes) for x in found))
 
 
 def product_axes(kernel: l.Kernel) -> tuple[l.Kernel, ...]:
@@ -175,6 +183,7 @@ CATALOG: dict[str, Rewrite] = {
     "online:copied_after": of(
         placed.copied_after, lambda p: placed.copied_after(p, Log(), lambda k: next(iter(k.axes[::-1]), None))
     ),
+    "online:whole_steps": of(whole_steps.whole_steps, lambda p: whole_steps.whole_steps(p, Log(), points)),
     "online:taps_after": of(
         taps_after.taps_after, lambda p: taps_after.taps_after(p, Log(), lambda steps: float(1 - len(steps)))
     ),

@@ -335,6 +335,16 @@ def with_few_results(program: Program) -> Any:
     return _but(found, shape)
 
 
+def with_steps_apart(program: Program) -> Any:
+    """Loop IR of a sum over taps of which a point sees every third, in one kernel."""
+    shape, space = (8, 6), (18, 8)
+    image = _image(program, shape)
+    point, tap = t.coordinates(space)
+    seen = t.index_map(image, space, (tap, (point - tap) // 3), ((point - tap) // 3, -((point - tap) % 3)))
+    found = lift(Program("tensor", "steps", program.inputs, (t.reduce("sum", seen, [1]),)))
+    return _but(found, shape)
+
+
 def with_a_crop(program: Program) -> Any:
     """Loop IR of a sum of what taps read of an image backwards, of which they leave out an end, in one kernel."""
     shape, space = (8, 6), (4, 8, 3, 6)
@@ -466,6 +476,7 @@ PATTERNS: dict[str, Callable[[Program], Any]] = {
     "schedule:windows_of_windows": with_windows,
     "online:images_in_place": with_a_crop,
     "online:taps_after": with_few_results,
+    "online:whole_steps": with_steps_apart,
     "online:turned_after": with_rows_of_results,
     "online:laid_apart": with_turned_results,
     "online:read_across": lambda program: lift(seasoned(program)),  # fusion leaves few copies

@@ -369,7 +369,7 @@ def _chosen(x: l.Apply, condition: Any, one: Any, other: Any) -> Any:
     if isinstance(condition, l.Literal):
         return one if condition.value else other
     one, other = (y.args[n] if _chooses(y, condition) else y for n, y in ((1, one), (2, other)))
-    one = where_taken(one, condition, _holding)
+    one = where_taken(one, condition, holding)
     if one is other:
         return one
     x = l.apply("where", condition, one, other)
@@ -390,7 +390,7 @@ def _chooses(x: Any, condition: Any) -> bool:
     return isinstance(x, l.Apply) and x.fn.name == "where" and x.args[0] is condition
 
 
-def _holding(condition: Any) -> tuple[IntExpr, ...]:
+def holding(condition: Any) -> tuple[IntExpr, ...]:
     """What is >= 0 where a comparison of places holds."""
     if not isinstance(condition, l.Apply) or condition.fn.name not in COMPARED:
         return ()

@@ -20,7 +20,7 @@ def where_taken(x: Any, condition: Any, holding: Callable[[Any], Collection[IntE
     i % 2 is 0, and guards that say what the condition does are none. All of them are in range elsewhere, too: a load is
     made whatever the condition is. `holding` tells what is >= 0 where a comparison holds.
     """
-    told = _together(condition)
+    told = together(condition)
     known = [e for y in told if (e := _remainder(y)) is not None]
     if not known or any(isinstance(y, l.Reduce | l.Scan) for y in topological([x])):
         return x
@@ -39,10 +39,10 @@ def where_taken(x: Any, condition: Any, holding: Callable[[Any], Collection[IntE
     return transform(x, simpler)
 
 
-def _together(condition: Any) -> list[Any]:
+def together(condition: Any) -> list[Any]:
     """The conditions that hold where one does."""
     if isinstance(condition, l.Apply) and condition.fn.name == "and_":
-        return [y for a in condition.args for y in _together(a)]
+        return [y for a in condition.args for y in together(a)]
     return [condition]
 
 

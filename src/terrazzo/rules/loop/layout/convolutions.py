@@ -9,11 +9,12 @@ from terrazzo.rules.loop.layout.in_place import images_in_place
 from terrazzo.rules.loop.layout.phases import phases_apart
 from terrazzo.rules.loop.layout.phases_beside import phases_beside
 from terrazzo.rules.loop.layout.taps_after import taps_after
+from terrazzo.rules.loop.layout.whole_steps import whole_steps
 
 
 def convolutions(program: l.Program, log: Log, price: Price) -> l.Program:
     """`program` with those of few results first, which fill columns in ways of their own, then others that have phases,
-    and then images that were cropped or padded in the place of what they are a part of.
+    then images that were cropped or padded in the place of what they are a part of, and sums that are no products.
     """
     few = phases_beside(taps_after(program, log, price), log, price)
-    return images_in_place(phases_apart(few, log, price), log, price)
+    return whole_steps(images_in_place(phases_apart(few, log, price), log, price), log, price)

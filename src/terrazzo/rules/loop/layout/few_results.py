@@ -10,6 +10,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.layout.lookups import stored_first
 from terrazzo.rules.loop.layout.phases import in_phases
+from terrazzo.rules.loop.layout.whole_steps import with_whole_steps
 
 Price = Callable[[Sequence[l.Kernel]], float]
 FEW = 32
@@ -34,12 +35,13 @@ def surely(
     price: Price,
 ) -> l.Program:
     """`program` with convolutions in several kernels, as `find` has them, given the names there are, where these take
-    less by far than it does as it is, or phase by phase. `told` are the pass, the rule, and how it is done otherwise.
+    less by far than it does as it is, or with the steps that are of anything, or phase by phase. `told` are the pass,
+    the rule, and how it is done otherwise.
     """
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
 
     def prices(s: l.Kernel, found: Sequence[Any]) -> tuple[float, float]:
-        others: list[Any] = [[s], *in_phases(s, names)]
+        others: list[Any] = [[s], [with_whole_steps(s)], *in_phases(s, names)]
         return min(map(price, others)), price(found)
 
     return stored_first(program, log, told, lambda s, names, _: find(s, names), prices, SURE)

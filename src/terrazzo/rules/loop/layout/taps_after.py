@@ -18,7 +18,9 @@ from terrazzo.ir.types import Type
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.layout.few_results import Price, has_few, surely
+from terrazzo.rules.loop.layout.images import quotients
 from terrazzo.rules.loop.layout.last_points import with_plain_axes
+from terrazzo.rules.loop.layout.whole_steps import with_whole_steps
 from terrazzo.rules.loop_to_tile.products.packed import even
 
 PASS, RULE = "online", "taps_after"
@@ -70,12 +72,18 @@ def taps_after(program: l.Program, log: Log, price: Price) -> l.Program:
                     z[a0, a1] = acc0
         return (z,)
     """
-    return surely(program, log, (PASS, RULE, "with few columns"), multiplied_first, price)
+
+    def find(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
+        ways = [multiplied_first(kernel, names, last) for last in (False, True)]
+        return min((way for way in ways if way), key=price, default=None)
+
+    return surely(program, log, (PASS, RULE, "with few columns"), find, price)
 
 
-def multiplied_first(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] | None:
+def multiplied_first(kernel: l.Kernel, names: Set[str], last: bool = False) -> tuple[l.Kernel, ...] | None:
     """A kernel so: one that stores filters with their channels contiguous, where they are not, the product, and what
-    adds up taps; None where it is no convolution of few results for a point, or of channels in groups.
+    adds up taps; None where it is no convolution of few results for a point, or of channels in groups. What taps
+    multiply lies tap by tap, or point by point with the taps `last`, where points many taps apart read these together.
     """
     (r, *others) = accumulators(kernel).values() or (None,)
     c = contraction(r) if isinstance(r, l.Reduce) and not others else None
@@ -90,6 +98,8 @@ def multiplied_first(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] 
     if not channels or not taps or not all(isinstance(n, int) for n in sizes):
         return None
     if not has_few(kernel, filters) or not _under_window(image, kernel.axes, inner):
+        return None
+    if last and not quotients(image):
         return None
     if (image.free & filters.free) - {*inner} or any(e.free & {*channels} for x in loads for e in x.inside):
         return None
@@ -109,17 +119,18 @@ def multiplied_first(kernel: l.Kernel, names: Set[str]) -> tuple[l.Kernel, ...] 
         store = l.Store(place, (*f_axes, *channels), at[filters])
         made.append(with_plain_axes(place.name, (*f_axes, *channels), [store], kernel))
         at[filters] = l.Load.make(place, (*f_axes, *channels), ())
-    axes = (*f_axes, *i_axes)
+    axes = (*i_axes, *f_axes) if last else (*f_axes, *i_axes)
     if math.prod(a.extent for a in axes) > TIMES * sum(math.prod(x.buffer.type.static_shape) for x in loads):
         return None
     name = unused(f"{kernel.name}_taps", {*names, *(x.name for x in made)})
     products = l.Buffer(name, Type(c.reduce.dtype, tuple(a.extent for a in axes)))
     term = l.Reduce.make(c.reduce.monoid, tuple(channels), tuple(substitute(x, at) for x in args))
     made.append(with_plain_axes(name, axes, [l.Store(products, axes, term)], kernel))
-    read = l.Load.make(products, (*f_places, *i_places), (*filters.inside, *image.inside))
+    places = (*i_places, *f_places) if last else (*f_places, *i_places)
+    read = l.Load.make(products, places, (*filters.inside, *image.inside))
     summed = l.Reduce.make(c.reduce.monoid, tuple(taps), (read,))
     stores = tuple(substitute(s, {c.reduce: summed}) for s in kernel.stores)
-    return *made, l.Kernel(kernel.name, kernel.axes, stores, kernel.source)
+    return *made, with_whole_steps(l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
 
 
 def _alone(x: l.Load, axis: Any) -> int | None:
