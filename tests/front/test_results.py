@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import terrazzo  # noqa: E402
+from terrazzo.front import results  # noqa: E402
 
 
 def broken(x: Any) -> Any:
@@ -254,3 +255,23 @@ def test_a_gradient_may_be_that_of_a_complex_number_times_something() -> None:
 
     x = torch.randn(8)
     torch.testing.assert_close(terrazzo.compile(hologram, x)(x), hologram(x))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_window_of_which_autograd_does_not_know(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made as PyTorch's own compiler makes it, or by PyTorch's own functions where there is no such thing: who
+    writes to one sees it in the other, which counts no change.
+    """
+    if not known:
+        monkeypatch.setattr(results, "window_maker", lambda: None)
+    called = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **given: called.append(sizes) or empty(*sizes, **given))
+    memory = torch.arange(40.0)
+    base = torch.nn.Parameter(memory[8:].view(4, 8))
+    window = results.View((2, 3), (1, 8), 9, torch.float32, False, False, False).of(base)
+    assert bool(called) != known
+    assert type(window) is torch.Tensor and not window.requires_grad and not window._is_view()
+    assert window.tolist() == [[17, 25, 33], [18, 26, 34]] and window.data_ptr() == memory[17:].data_ptr()
+    window.mul_(2)
+    assert memory[17] == 34 and base._version == 0 and not window._is_view()

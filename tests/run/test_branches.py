@@ -385,5 +385,5 @@ def test_kernels_of_a_graph_overlap_where_they_wait_for_one_branch() -> None:
 
     launches = [launch(early) for early in (True, True, False, True, True)]
     places = [Place(), Place(), Place(), Place(1, (1,)), Place(0, (3,))]
-    Graph(machine, launches, places)  # type: ignore[arg-type]
+    Graph(machine, launches, places, memoryview(b""))  # type: ignore[arg-type]
     assert machine.nodes == [[], [], [1], [1], [2, 3]] and machine.early == [(0, 1)]

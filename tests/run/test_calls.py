@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 
 import terrazzo  # noqa: E402
 from terrazzo.run import launch as launches  # noqa: E402
+from terrazzo.run.branches import Place  # noqa: E402
+from terrazzo.run.frame import Frame  # noqa: E402
 
 
 def functions_called(call: Callable[[], Any]) -> list[str]:
@@ -76,3 +78,74 @@ def test_a_launch_goes_through_few_functions_and_encodes_only_what_moved(monkeyp
     prepared(7)
     assert encoded == [1024, 2048, 4096]  # the map of an address that was seen is kept
     assert len(told) == 4 and all(config.hStream == 7 for config, *_ in told)
+
+
+def test_a_graph_sets_the_arguments_of_what_moved_and_asks_nobody_where_nothing_did() -> None:
+    """The addresses of its launches are compared as one; of those that moved only nodes are told."""
+    told: list[tuple[Any, ...]] = []
+
+    def call(name: str, *args: Any) -> Any:
+        told.append((name, *args))
+        return len(told)
+
+    driver = SimpleNamespace(CUDA_KERNEL_NODE_PARAMS=SimpleNamespace)
+    machine: Any = SimpleNamespace(call=call, driver=driver)
+    memory = bytearray(8 * 6)
+    ready: list[int] = []
+
+    def launch(n: int) -> Any:
+        addresses = (ctypes.c_void_p * 2).from_buffer(memory, 16 * n)
+        values = dict.fromkeys(("function", "blocks", "threads", "shared", "at"), n)
+        return SimpleNamespace(addresses=addresses, early=False, ready=lambda: ready.append(n), **values)
+
+    prepared = [launch(n) for n in range(3)]
+    graph = launches.Graph(machine, prepared, [Place()] * 3, memoryview(memory))
+    made = graph.nodes
+    prepared[1].addresses[1] = 1024
+    ready.clear()
+    told.clear()
+    graph(7)
+    assert ready == [1]
+    assert told == [
+        ("cuGraphExecKernelNodeSetParams", graph.executable, made[1], graph.parameters[1]),
+        ("cuGraphLaunch", graph.executable, 7),
+    ]
+    told.clear()
+    assert functions_called(lambda: graph(8))[1:] == ["Graph.__call__", functions_called(lambda: call("", 0))[1]]
+    assert ready == [1] and told[0] == ("cuGraphLaunch", graph.executable, 8)
+
+
+def test_where_inputs_lie_is_written_when_they_lie_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    point = Frame.point
+
+    def noting(self: Frame, tensors: Any) -> None:
+        written.append(len(tensors))
+        point(self, tensors)
+
+    monkeypatch.setattr(Frame, "point", noting)
+    x, y, z = (torch.randn(8, 8) for _ in range(3))
+    ours = terrazzo.compile(lambda x, y: torch.relu(x) @ y, x, y, options={"target": "cpu"})
+    for given in ((x, y), (x, y), (x, y)):
+        torch.testing.assert_close(ours(*given), torch.relu(given[0]) @ given[1])
+    assert written == [2]
+    x.copy_(z)  # what lies there is read at every call
+    torch.testing.assert_close(ours(x, y), torch.relu(z) @ y)
+    assert written == [2]
+    for given in ((z, y), (y, z), (y, z)):
+        torch.testing.assert_close(ours(*given), torch.relu(given[0]) @ given[1])
+    assert written == [2, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:terrazzo. aten.sort")
+def test_an_op_of_pytorch_is_called_through_few_functions() -> None:
+    """One for the op, some for each of its results: what is known of it is asked once."""
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        ours = terrazzo.compile(lambda x: torch.sort(x.exp(), -1), x, options={"target": "cpu"})
+        for _ in range(3):
+            ours(x)
+        found = functions_called(lambda: ours(x))
+    assert [f.op for f in ours.compiled.fallbacks] == ["aten.sort.default"]
+    begin, end = found.index("Called.__call__"), found.index("Frame.point")
+    assert len(found[begin:end]) <= 16, found[begin:end]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.run.test_calls import functions_called
 
 from terrazzo.front.capture import capture
 from terrazzo.options import Options
@@ -108,6 +109,13 @@ def test_a_program_is_compiled_anew_when_the_switch_is_turned() -> None:
     assert made == ["split", "bf16"]
     with pytest.raises(AttributeError):
         _ = program.nothing
+
+
+def test_a_call_asks_for_switches_by_few_functions() -> None:
+    """It is done at every call of every program: by PyTorch's own properties it took longer than to launch a kernel."""
+    program = Switched(lambda way: SimpleNamespace(consume=lambda inputs: inputs))
+    found = functions_called(lambda: program.consume([1]))
+    assert len(found) <= 7, found
 
 
 def test_who_compiles_for_a_gpu_obeys_the_switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

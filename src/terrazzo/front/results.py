@@ -18,6 +18,7 @@ from terrazzo.front.fx import attribute
 from terrazzo.front.written import Write
 from terrazzo.ir.torch_types import type_of
 from terrazzo.ir.types import dense
+from terrazzo.run.tensors import window_maker
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class View:
 
         if self.tracked and base.dtype is self.dtype:
             found = base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        elif base.dtype is self.dtype and (window := window_maker()):
+            found = window(base, self.size, self.stride, self.offset)
         else:
             start = base.storage_offset() * base.itemsize // self.dtype.itemsize + self.offset
             found = torch.empty(0, dtype=self.dtype, device=base.device)

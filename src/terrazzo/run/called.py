@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.errors import note
@@ -27,11 +29,11 @@ class Called:
     def __init__(self, step: Step, frame: Frame) -> None:
         plan = frame.plan
         self.frame, self.slots = frame, plan.slots
-        self.mine = self._looked_up(list(dict.fromkeys(slots_in([step.args, *step.kwargs.values()]))))
+        self.mine = {k: self._found(k) for k in slots_in([step.args, *step.kwargs.values()])}
         here = works_on(step)
         result = step.results[0]
         self.there = here is not None and result is not None and self.slots[result].onto == here
-        self.told = self._looked_up([result] if step.told and result is not None else [])
+        self.told = self._found(result) if step.told and result is not None else None
         exactly = not (takes_any_strides(step.name) or draws(step.name))
         # Of an input, it may be a copy that eager gives the op: it gets the plainest.
         inputs = (k for k, s in enumerate(self.slots) if s.kind == "input" and not (self.there and k == here))
@@ -40,6 +42,7 @@ class Called:
         self.kwargs = [(name, self._made(x)) for name, x in step.kwargs.items()]
         variant = in_place_variant if self.there else given_variant if self.told else str
         self.operator = operator(variant(step.name))
+        self.call = getattr(self.operator, "_op", self.operator)  # what that calls
         self.from_begin = step.name.startswith("aten.as_strided")
         self.results = [None if k is None else self._result(k) for k in step.results]
         self.alone = self._alone()
@@ -50,56 +53,53 @@ class Called:
             return None
         return None if x.empty or x.apart or self.slots[x.slot].kind == "result" else x
 
-    def _looked_up(self, given: list[int]) -> list[tuple[int, Any, bool]]:
-        """Tensors that it is given, or writes to; those that lie in the frame's memory are there from the start, and
-        others may be views of one.
+    def _found(self, k: int) -> Made:
+        """What finds a tensor that it is given, or writes to. One that lies in the frame's memory is there from the
+        start, and others may be views of one.
         """
         frame = self.frame
-        root = {k: frame.root.get(k, k) for k in given}
-        viewed = {k for k, at in root.items() if at != k or self.slots[k].within is not None}
-        return [(k, frame.view(k, {}) if at in frame.layout.offsets else None, k in viewed) for k, at in root.items()]
+        at = frame.root.get(k, k)
+        if at in frame.layout.offsets:
+            lying = frame.view(k, {})
+            return lambda _: lying
+        return partial(frame.view, k) if at != k or self.slots[k].within is not None else itemgetter(k)
 
-    def _made(self, value: Any) -> Made | Any:
-        """What makes an argument of what is given, or the argument where it holds no tensor."""
-        if not slots_in([value]):
+    def _made(self, value: Any) -> Made:
+        """What makes an argument of the tensors of the plan."""
+        if not (mentioned := slots_in([value])):
             found = to_torch(decode(value, {}))
             return lambda _: found
         if isinstance(value, list):
             each = [self._made(x) for x in value]
-            return lambda given: [x(given) for x in each]
+            return lambda tensors: [x(tensors) for x in each]
+        (k,) = mentioned
+        find = self.mine[k]
         if set(value) == {"view"}:
-            return lambda given: decode(value, given)
-        k = value["slot"]
+            return lambda tensors: decode(value, {k: find(tensors)})
         if k in self.copied:
-            return lambda given: given[k].contiguous()
-        return lambda given: given[k]
+            return lambda tensors: find(tensors).contiguous()
+        return find
 
     def _result(self, k: int) -> _Result:
         """What is known of a result."""
-        frame, slots, given = self.frame, self.slots, [n for n, *_ in self.mine]
-        own = {n for n in given if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
-        lost = given if k in frame.overwritten else frame.overwritten
-        apart = (n for n in given if n in lost or (n not in own and not _may_share(slots[n], slots[k])))
+        frame, slots = self.frame, self.slots
+        own = {n for n in self.mine if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory
+        lost = self.mine if k in frame.overwritten else frame.overwritten
+        apart = (n for n in self.mine if n in lost or (n not in own and not _may_share(slots[n], slots[k])))
         return _Result(k, Expected(slots[k], frame.machine.device), tuple(apart), not slots[k].bytes)
 
     def __call__(self, tensors: dict[int, Any]) -> None:
         """Call it with the tensors of the plan by their slots, among which its results are then. Nobody asks for
         gradients of what it does.
         """
-        frame = self.frame
-        given = {
-            k: lying if lying is not None else frame.view(k, tensors) if viewed else tensors[k]
-            for k, lying, viewed in self.mine
-        }
-        args = [x(given) for x in self.args]
+        args = [x(tensors) for x in self.args]
         if self.from_begin and args[0].storage_offset():  # it counts from where memory begins: in an arena, there lie
             args[0] = args[0].clone()  # others
-        kwargs = {name: x(given) for name, x in self.kwargs}
+        kwargs = {name: x(tensors) for name, x in self.kwargs}
         if self.told:
-            ((k, lying, _),) = self.told
-            kwargs["out"] = lying if lying is not None else frame.view(k, tensors)
+            kwargs["out"] = self.told(tensors)
         try:
-            out = self.operator(*args, **kwargs)
+            out = self.call(*args, **kwargs)
         except Exception as error:
             note(error, *(self.slots[x.slot].name for x in self.results if x is not None))
             raise
@@ -108,28 +108,32 @@ class Called:
         if (alone := self.alone) is not None and not isinstance(out, (tuple, list)):
             kept = out if alone.fits(out) else alone.expected.empty().copy_(out)
             tensors[alone.slot] = kept
-            frame.point({alone.slot: kept})
+            self.frame.point({alone.slot: kept})
             return
         made: dict[int, Any] = {}
+        taken = {_place(find(tensors)) for find in self.mine.values()}
         for x, value in zip(self.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
             if x is not None:
-                made[x.slot] = self._kept(x, value, given, made, tensors)
+                made[x.slot] = kept = self._kept(x, value, taken, made, tensors)
+                taken.add(_place(kept))
         tensors.update(made)
-        frame.point(made)
+        self.frame.point(made)
 
     def _kept(
-        self, x: _Result, value: Any, given: Mapping[int, Any], made: Mapping[int, Any], tensors: Mapping[int, Any]
+        self, x: _Result, value: Any, taken: Container[int], made: Mapping[int, Any], tensors: Mapping[int, Any]
     ) -> Any:
-        """A result where it is, or where the program has it."""
+        """A result where it is, or where the program has it. What it is given, and other results, have `taken` some
+        memory; the others are `made`.
+        """
         if x.empty:  # it may be anything
             return x.expected.empty()
         keep = x.fits(value)
-        if keep and (x.apart or made):
-            theirs = {_place(given[n]) for n in x.apart}
-            keep = _place(value) not in theirs.union(map(_place, made.values()))
-        if keep and self.slots[x.slot].kind == "result" and _place(value) in map(_place, given.values()):
-            keep = _place(value) not in {_place(tensors[r]) for r in self.frame.plan.results if r in tensors}
-        return value if keep else x.expected.empty().copy_(value)  # no two results are one
+        if keep and (place := _place(value)) in taken:
+            others = [*(self.mine[n](tensors) for n in x.apart), *made.values()]
+            if self.slots[x.slot].kind == "result":
+                others += [tensors[r] for r in self.frame.plan.results if r in tensors]  # no two results are one
+            keep = place not in map(_place, others)
+        return value if keep else x.expected.empty().copy_(value)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
-from operator import is_, or_
+from operator import is_, methodcaller, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +156,7 @@ class Compiled:
             frame = pool.pop()
         except IndexError:
             frame = self._frame(captured, beside)
-        frame.point(tensors)
+        frame.given(tensors)
         try:
             with _no_gradients() if frame.calls else _NOTHING:
                 if beside:
@@ -230,7 +230,10 @@ def _no_gradients() -> Any:
 
 def _aligned(tensors: Sequence[Any]) -> bool:
     """Whether kernels on a GPU may read all of them as wide as strides allow."""
-    return not reduce(or_, (t.data_ptr() for t in tensors), 0) % ALIGNED
+    return not reduce(or_, map(_address, tensors), 0) % ALIGNED
+
+
+_address = methodcaller("data_ptr")
 
 
 def _chosen(step: Step, plan: Plan) -> bool:

@@ -241,7 +241,8 @@ class Cuda:
         """Within this, PyTorch's current device is this one."""
         import torch
 
-        return _NOTHING if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+        here = torch._C._cuda_getDevice() == self.index  # the same as torch.cuda.current_device, sooner
+        return _NOTHING if here else torch.cuda.device(self.index)
 
     def before(self) -> None:
         """Tell of an index that was out of range in an earlier call: kernels run on while the program goes on."""
@@ -281,9 +282,9 @@ class Cuda:
 
         return torch.cuda.current_stream(self.index)
 
-    def graph(self, launches: Sequence[Launch], places: Sequence[Place]) -> Graph:
-        """The launches as one CUDA graph."""
-        return Graph(self, launches, places)
+    def graph(self, launches: Sequence[Launch], places: Sequence[Place], addresses: memoryview) -> Graph:
+        """The launches as one CUDA graph, whose addresses lie one behind the other."""
+        return Graph(self, launches, places, addresses)
 
 
 _REFUSALS = ("INVALID_IMAGE", "INVALID_SOURCE", "INVALID_VALUE", "NO_BINARY_FOR_GPU", "OUT_OF_RESOURCES")

@@ -112,10 +112,14 @@ class _Map:
 
 
 class Graph:
-    """Launches as one CUDA graph. Arguments that changed are set in its nodes, so nothing is copied."""
+    """Launches as one CUDA graph. Arguments that changed are set in its nodes, so nothing is copied. The `addresses` of
+    all of them are bytes one behind the other.
+    """
 
-    def __init__(self, machine: Cuda, launches: Sequence[Launch], places: Sequence[Place]) -> None:
-        self.machine, self.launches = machine, launches
+    def __init__(
+        self, machine: Cuda, launches: Sequence[Launch], places: Sequence[Place], addresses: memoryview
+    ) -> None:
+        self.machine, self.launches, self.addresses = machine, launches, addresses
         call = machine.call
         graph = call("cuGraphCreate", 0)
         self.nodes: list[Any] = []
@@ -132,7 +136,7 @@ class Graph:
         if early:
             first, second = map(list, zip(*early, strict=True))
             call("cuGraphAddDependencies", graph, first, second, [self._edge()] * len(early), len(early))
-        self.known = [bytes(x.addresses) for x in launches]
+        self.all_known, self.known = bytes(addresses), [bytes(x.addresses) for x in launches]
         self.parameters = [self._parameters(x) for x in launches]
         self.executable = call("cuGraphInstantiate", graph, 0)
         weakref.finalize(self, _destroy, call, self.executable, graph).atexit = False
@@ -155,6 +159,13 @@ class Graph:
         return p
 
     def __call__(self, stream: int) -> None:
+        if (now := bytes(self.addresses)) != self.all_known:
+            self._renew()
+            self.all_known = now
+        self.machine.call("cuGraphLaunch", self.executable, stream)
+
+    def _renew(self) -> None:
+        """Set the arguments of launches that changed."""
         for n, launch in enumerate(self.launches):
             now = bytes(launch.addresses)
             if now != self.known[n]:
@@ -162,7 +173,6 @@ class Graph:
                 changed = (self.executable, self.nodes[n], self.parameters[n])
                 self.machine.call("cuGraphExecKernelNodeSetParams", *changed)
                 self.known[n] = now
-        self.machine.call("cuGraphLaunch", self.executable, stream)
 
 
 def _destroy(call: Callable[..., Any], executable: Any, graph: Any) -> None:
