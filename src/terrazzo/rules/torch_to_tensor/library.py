@@ -16,6 +16,7 @@ from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import Type, dense, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
+from terrazzo.rules.torch_to_tensor.added import added_one_by_one
 from terrazzo.rules.torch_to_tensor.families import (
     ATTENTION,
     BACKWARD,
@@ -106,7 +107,8 @@ class Libraries:
         placed = [self.placed(x, new, exactly) for x, new in zip(node.children, lowered.children, strict=True)]
         new = lowered.with_children(placed)
         if isinstance(node.result, Type):
-            return t.Opaque(new.name, new.args, new.kwargs, dense(self.laid_out(node)), new.order)
+            added = added_one_by_one(new) if self.gpu else None
+            return added or t.Opaque(new.name, new.args, new.kwargs, dense(self.laid_out(node)), new.order)
         each = [r if r is None else dense(self.laid_out(Get(node, k))) for k, r in enumerate(node.result)]
         call = t.Opaque(new.name, new.args, new.kwargs, tuple(each), new.order)
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))

@@ -52,7 +52,7 @@ def compares_many(op: Aten) -> bool:
         used = [d for d, i in enumerate(op.args[1]) if i is not None]
         if not all(op.args[1][d].type.dtype.is_integer for d in used):  # a mask, which is a choice at each place
             return False
-        count = math.prod(_broadcast_shape([op.args[1][d].type.shape for d in used]))
+        count = math.prod(broadcast_shape([op.args[1][d].type.shape for d in used]))
         places = math.prod(shape if True in op.args[3:4] else [shape[d] for d in used])
     elif "embedding" in op.name:
         count, shape = op.args[1].type.numel, (op.args[2], *x.shape[op.args[1].type.rank :])
@@ -190,7 +190,7 @@ def _hits(
     """Over `space`, whose last axis numbers the entries of the indices: whether entry k points at `place`. Negative
     ones count `from_end`, or are out of range.
     """
-    shared = _broadcast_shape([i.type.shape for i in indices])
+    shared = broadcast_shape([i.type.shape for i in indices])
     count = math.prod(shared)
     hit: Any = None
     for i, n, e in zip(indices, extents, place, strict=True):
@@ -200,7 +200,8 @@ def _hits(
     return hit
 
 
-def _broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
+def broadcast_shape(shapes: Sequence[tuple[Any, ...]]) -> tuple[int, ...]:
+    """The shape of tensors that are broadcast together."""
     rank = max(map(len, shapes))
     padded = [(1,) * (rank - len(s)) + s for s in shapes]
     return tuple(next((e for e in extents if e != 1), 1) for extents in zip(*padded, strict=True))
@@ -213,7 +214,7 @@ def put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool, from_end:
     shape = x.type.shape
     used = [d for d, i in enumerate(indices) if i is not None]
     given, extents = [indices[d] for d in used], [shape[d] for d in used]
-    shared = _broadcast_shape([i.type.shape for i in given])
+    shared = broadcast_shape([i.type.shape for i in given])
     count = math.prod(shared)
     if not count or 0 in shape:
         return x
