@@ -14,6 +14,7 @@ from torch.autograd import functional, grad
 
 from terrazzo.errors import Limitation
 from terrazzo.front import dynamo
+from terrazzo.front.twice import TOLD
 
 Compiler = Callable[[Any], Any]
 
@@ -136,6 +137,33 @@ def test_pytorch_runs_the_graph_as_long_as_such_gradients_are_asked_for() -> Non
         for mine, eager in zip(*slopes, strict=True):
             assert mine is eager is None or torch.allclose(mine, eager, rtol=1e-9, atol=1e-12)
     assert ours == [True, False, False, False, True, True]
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="PyTorch has no such switch")
+@pytest.mark.filterwarnings("error:terrazzo")
+def test_gradients_within_a_function_are_compiled_where_pytorch_is_told_to_trace_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forces within a model, whose loss depends on them: what is told of such gradients says so."""
+    monkeypatch.setattr(dynamo, "_said", set())
+    monkeypatch.setattr(torch._dynamo.config, "trace_autograd_ops", True)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = net(nn.Tanh())
+
+    def forces(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        energy = model(x).sum()
+        return energy, -grad(energy, x, create_graph=True)[0]
+
+    found = []
+    x = inputs()
+    for fn in (torch.compile(forces, backend="terrazzo", fullgraph=True), forces):
+        energy, force = fn(x)
+        loss = energy.square() + force.square().sum()
+        found.append([energy, force, *grad(loss, [x, *model.parameters()], allow_unused=True)])
+    for mine, eager in zip(*found, strict=True):
+        assert mine is eager is None or torch.allclose(mine, eager, rtol=1e-9, atol=1e-12)
+    assert "config.trace_autograd_ops" in TOLD
 
 
 def test_old_values_that_are_gone_are_an_error() -> None:

@@ -18,7 +18,7 @@ from terrazzo.front.written import writes
 TOLD = (
     "gradients with a graph of their own (create_graph=True) of a compiled graph: PyTorch computes them, from the "
     "graph as it was traced, and runs that graph as long as such gradients are asked for. torch.func.grad within the "
-    "compiled function is compiled"
+    "compiled function is compiled, and so is torch.autograd.grad where torch._dynamo.config.trace_autograd_ops is True"
 )
 
 
