@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -30,6 +30,7 @@ class Called:
         plan = frame.plan
         self.frame, self.slots = frame, plan.slots
         self.mine = {k: self._found(k) for k in slots_in([step.args, *step.kwargs.values()])}
+        self.finders = tuple(self.mine.values())
         here = works_on(step)
         result = step.results[0]
         self.there = here is not None and result is not None and self.slots[result].onto == here
@@ -111,29 +112,29 @@ class Called:
             self.frame.point({alone.slot: kept})
             return
         made: dict[int, Any] = {}
-        taken = {_place(find(tensors)) for find in self.mine.values()}
+        taken = [_place(find(tensors)) for find in self.finders]
         for x, value in zip(self.results, out if isinstance(out, (tuple, list)) else (out,), strict=True):
-            if x is not None:
-                made[x.slot] = kept = self._kept(x, value, taken, made, tensors)
-                taken.add(_place(kept))
+            if x is None:
+                continue
+            if x.empty:  # it may be anything
+                kept = x.expected.empty()
+            elif x.fits(value) and ((place := _place(value)) not in taken or self._may_lie(x, place, made, tensors)):
+                kept = value
+            else:
+                kept = x.expected.empty().copy_(value)
+            made[x.slot] = kept
+            taken.append(_place(kept))
         tensors.update(made)
         self.frame.point(made)
 
-    def _kept(
-        self, x: _Result, value: Any, taken: Container[int], made: Mapping[int, Any], tensors: Mapping[int, Any]
-    ) -> Any:
-        """A result where it is, or where the program has it. What it is given, and other results, have `taken` some
-        memory; the others are `made`.
+    def _may_lie(self, x: _Result, place: int, made: Mapping[int, Any], tensors: Mapping[int, Any]) -> bool:
+        """Whether a result may lie in memory that something else has taken: nothing that it is to be apart from, and
+        none of the other results, of the call and of the plan.
         """
-        if x.empty:  # it may be anything
-            return x.expected.empty()
-        keep = x.fits(value)
-        if keep and (place := _place(value)) in taken:
-            others = [*(self.mine[n](tensors) for n in x.apart), *made.values()]
-            if self.slots[x.slot].kind == "result":
-                others += [tensors[r] for r in self.frame.plan.results if r in tensors]  # no two results are one
-            keep = place not in map(_place, others)
-        return value if keep else x.expected.empty().copy_(value)
+        if place in map(_place, [*(self.mine[n](tensors) for n in x.apart), *made.values()]):
+            return False
+        others = self.frame.plan.results if self.slots[x.slot].kind == "result" else ()
+        return place not in (_place(tensors[r]) for r in others if r in tensors)
 
 
 @dataclass
