@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from terrazzo.front.dropped import drop_by_places
+from terrazzo.front.kept_once import keep_once
 from terrazzo.front.log_softmax import keep_sums_of_rows
 from terrazzo.front.row_numbers import keep_row_numbers
-from terrazzo.front.shifted import look_again
 from terrazzo.front.spread import spread_out
 
 
@@ -30,7 +30,7 @@ def partition(joint: Any, inputs: Any, *, wide: bool = False, exactly: bool = Fa
 
     view_weights(joint.graph)
     sums, made_again = keep_sums_of_rows(joint.graph, options["num_fwd_outputs"])
-    made_again |= look_again(joint.graph, options["num_fwd_outputs"])
+    made_again |= keep_once(joint.graph, options["num_fwd_outputs"])
     again, nothing = computed_again(joint.graph, wide), made_of_nothing(joint.graph)
     for node in spread_out(joint.graph, options["num_fwd_outputs"], nothing):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

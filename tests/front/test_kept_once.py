@@ -79,3 +79,19 @@ def test_one_part_that_is_read_is_kept_by_itself() -> None:
     call = torch.compile(lambda x, y: (x + y)[..., 1:].square(), backend="terrazzo", options=options)
     _, kept = trained(call, torch.float32)
     assert [(*t.shape, t.storage_offset()) for t in kept] == [(2, 5, SIDE, SIDE - 1, 0)]
+
+
+def test_a_copy_is_not_kept_beside_what_it_is_of() -> None:
+    """Of attention of which nothing is dropped, with a probability of 0, the weights."""
+    torch._dynamo.reset()
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = F.dropout((x @ y.mT).softmax(-1), 0.0)
+        return torch.bmm(weights.flatten(0, 1), y.flatten(0, 1))
+
+    options = {"target": "interpreter", "strict": True}
+    found, kept = trained(torch.compile(call, backend="terrazzo", options=options), torch.float32)
+    assert len({t.untyped_storage().data_ptr() for t in kept}) == 3  # x, y and the weights
+    exact, _ = trained(call, torch.float64)
+    for ours, truth in zip(found, exact, strict=True):
+        assert float((ours.double() - truth).norm()) <= 1e-6 * float(truth.norm())
