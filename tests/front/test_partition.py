@@ -16,6 +16,8 @@ from terrazzo.front.attention import attention_traced
 from terrazzo.front.decompositions import table
 from terrazzo.front.partition import partition
 from terrazzo.front.row_numbers import keep_row_numbers
+from terrazzo.ir.program import donated
+from terrazzo.run import compiled as running
 
 TOKENS, WIDTH, HEADS = 40, 32, 2
 
@@ -224,3 +226,31 @@ def test_each_of_a_chain_of_large_tensors_is_looked_at_once(monkeypatch: pytest.
         asked.clear()
         assert len(spread.spread_out(graph, 0, ())) == made
         assert len(asked) < 1000
+
+
+def test_a_backward_program_knows_what_is_kept_for_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weight, and no result: who called has these."""
+    programs: list[Any] = []
+    make = running.compile_program
+
+    def noted(program: Any, *args: Any) -> Any:
+        programs.append(program)
+        return make(program, *args)
+
+    monkeypatch.setattr(running, "compile_program", noted)
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = (x @ w).tanh()
+        return hidden, (hidden @ w).exp().tanh() @ w
+
+    x, w = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    torch._dynamo.reset()
+    ours = torch.compile(call, backend="terrazzo", options={"target": "interpreter", "strict": True})
+    sum(y.sum() for y in ours(x, w)).backward()  # type: ignore[union-attr]
+    forward, backward = programs
+    kept = donated(backward.inputs)
+    assert not donated(forward.inputs) and len(kept) > 1
+    others = {b.name for b in backward.inputs} - kept
+    given = {name for name in others if name.startswith(("primals", "tangents"))}
+    assert len(given) == 4 and not any(name.startswith(("primals", "tangents")) for name in kept)
+    assert 0 < len(others - given) < 3  # the first result, perhaps by another name, too

@@ -14,6 +14,7 @@ from torch import nn
 from terrazzo.bench.programs.registry import Gradients
 from terrazzo.front.capture import capture
 from terrazzo.ir.dialects import loop as l
+from terrazzo.ir.program import donated
 from terrazzo.ir.text import parse, show
 from terrazzo.ir.types import Type, f32
 from terrazzo.ir.verify import problem
@@ -126,3 +127,46 @@ def test_schedules_go_along_with_their_kernels() -> None:
     names = tuple(n for n in LOWER if n not in ("plan", "derive"))
     p = stages(trained(4, 2048, 256), Options(target="sm_90a", fp32="split"), Log(), names)[-1][1]
     assert all(p.loop.steps[n].name == s.kernel for n, s in p.schedules)
+
+
+DONATED = """
+@loop
+def backward(g: f32[1024, 256], x: donated(f32[1024, 1024]), y: donated(f32[1024, 1024]), w: f32[1024, 256]):
+    with kernel('a', a=f32[1024, 256]):
+        for i in free(1024):
+            for j in free(256):
+                for k in reduce(1024):
+                    s <- sum(mul(w[k, j], y[k, i]))
+                a[i, j] = s
+    with kernel('d', d=f32[1024, 1024]):
+        for i in free(1024):
+            for j in free(1024):
+                for k in reduce(256):
+                    s <- sum(mul(g[i, k], a[j, k]))
+                d[i, j] = s
+    with kernel('b', b=f32[1024, 256]):
+        for i in free(1024):
+            for j in free(256):
+                for k in reduce(1024):
+                    s <- sum(mul(g[k, j], x[k, i]))
+                b[i, j] = s
+    return (a, b, d)
+"""
+
+
+def test_what_is_donated_is_in_use_until_it_was_read() -> None:
+    program = parse(DONATED)
+    assert donated(program.inputs) == donated(parse(show(program)).inputs) == {"x", "y"}
+    result, tensor = 1024 * 256 * 4, 1024 * 1024 * 4
+    there = [2 * tensor + result, 2 * tensor + result, 2 * tensor + 2 * result]
+    assert in_use(program.steps, program.results, inputs=program.inputs) == there
+    plain = parse(DONATED.replace("donated", ""))
+    assert in_use(plain.steps, plain.results, inputs=plain.inputs) == [result, tensor + result, tensor + 2 * result]
+
+
+def test_what_reads_what_is_donated_comes_first() -> None:
+    """A gradient of a weight is small beside what autograd has kept for it."""
+    found, plain = (in_order(parse(x), Log(), "order") for x in (DONATED, DONATED.replace("donated", "")))
+    assert [s.name for s in plain.steps] == ["a", "d", "b"]
+    assert [s.name for s in found.steps] == ["a", "b", "d"]
+    assert max(in_use(found.steps, found.results, inputs=found.inputs)) == 9 * 1024 * 1024

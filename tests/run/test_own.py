@@ -11,10 +11,12 @@ import torch
 
 import terrazzo
 from terrazzo.bench import memory
+from terrazzo.ir.text import parse
 from terrazzo.run import own
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.frame import FEW, SINGLY
 from terrazzo.run.own import LARGE, layout, runs, views_in
+from terrazzo.run.plan import Entry, Plan, make
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 
@@ -174,3 +176,31 @@ def test_runs_take_no_more_memory(tmp_path: Path) -> None:
         room = max(used) + max(LARGE, max(used) // 100)
         assert all(used[run[0]] + sum(begin[n] for n in run[1:]) <= room for run in found)
         assert any(len(run) >= FEW for run in found)
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_what_is_donated_makes_room_for_temporaries(donated: bool) -> None:
+    """An arena would stand beside it from the start."""
+    kind = "donated(f32[1024, 1024])" if donated else "f32[1024, 1024]"
+    program = parse(f"""
+@loop
+def f(y: {kind}):
+    with kernel('a', a=f32[1024]):
+        for i in free(1024):
+            for k in reduce(1024):
+                s <- sum(y[i, k])
+            a[i] = s
+    with kernel('t', t=f32[1024, 1024]):
+        for i in free(1024):
+            for j in free(1024):
+                t[i, j] = mul(a[i], a[j])
+    with kernel('r', r=f32[1024]):
+        for i in free(1024):
+            for k in reduce(1024):
+                s <- sum(t[i, k])
+            r[i] = s
+    return (r,)
+""")
+    plan = make(program, {s: Entry(s.name, s.name, (*s.reads, *s.writes)) for s in program.steps})
+    assert Plan.from_json(plan.to_json()) == plan
+    assert [plan.slots[k].name for k in layout(plan, apart=True).own] == (["t"] if donated else [])

@@ -80,13 +80,13 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     from terrazzo.targets import target
 
     primals: list[Any] = []
+    donated: list[int] = []
     traced = False
 
     def compiler(graph: Any, views: bool = True, static: Sequence[int] = ()) -> Any:
-        _keep_saved()
         dump = options.dump and options.dump / f"graph-{next(_graphs):03}"
         try:
-            return _graph(graph, replace(options, dump=dump), views, static, primals)
+            return _graph(graph, replace(options, dump=dump), views, static, primals, () if views else donated)
         except _Refused:
             if traced:  # gradients, at the first call for them: what they are of has run
                 return run_by_pytorch(graph)
@@ -95,6 +95,7 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     def forward(graph: Any, inputs: Sequence[Any]) -> Any:
         twice.learn(graph)
         primals[:] = [n.meta.get("val") for n in graph.graph.find_nodes(op="placeholder")]
+        donated[:] = _saved_for_nobody_else()
         return compiler(graph)
 
     def inference(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -148,15 +149,18 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
         return gm
 
 
-def _keep_saved() -> None:
-    """Let gradients be asked for more than once (`retain_graph=True`): AOTAutograd refuses that where it has found
-    saved tensors that the backward graph might overwrite, which ours never does.
+def _saved_for_nobody_else() -> list[int]:
+    """Which inputs of the backward graph are tensors that autograd keeps for it alone, and that are gone when it is
+    through with them. Gradients may be asked for more than once (`retain_graph=True`): AOTAutograd refuses that as long
+    as it knows of such tensors, which the backward graph might overwrite; ours never does.
     """
     import torch
 
     context = torch._guards.TracingContext.try_get()
-    if context and getattr(context.fw_metadata, "bw_donated_idxs", None):
-        context.fw_metadata.bw_donated_idxs = []
+    if not context or not (found := getattr(context.fw_metadata, "bw_donated_idxs", None)):
+        return []
+    context.fw_metadata.bw_donated_idxs = []
+    return list(found)
 
 
 @contextmanager
@@ -217,10 +221,18 @@ def _only_read(static: Sequence[int]) -> list[int]:
     return sorted({*meta.static_input_indices, *static} - {*meta.mutated_inp_runtime_indices}) if meta else []
 
 
-def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = (), primals: Sequence[Any] = ()) -> Any:
+def _graph(
+    graph: Any,
+    options: Options,
+    views: bool,
+    static: Sequence[int] = (),
+    primals: Sequence[Any] = (),
+    donated: Sequence[int] = (),
+) -> Any:
     """One ATen graph as a function of its inputs, of which the `static` ones are frozen, as constants of the graph are,
     where there are any. Results that are no tensors (None, numbers) are passed on. Without `views` they are the
-    gradients of the `primals`. What is not compiled at all, not even in segments, is `_Refused`, with a warning.
+    gradients of the `primals`. Nobody else has a use for inputs that are `donated`. What is not compiled at all, not
+    even in segments, is `_Refused`, with a warning.
     """
     import torch
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
@@ -247,7 +259,8 @@ def _graph(graph: Any, options: Options, views: bool, static: Sequence[int] = ()
             output.args = ((*computed, *(w.new for w in written)),)
             like = {w.new: w.old.meta["val"] for w in written if w.new not in computed}
             without = {w.node for w in written}
-            program, constants = from_graph(graph, "forward", computed if views else placed, like, without)
+            like_traced, ours = computed if views else placed, {placeholders[k] for k in donated}
+            program, constants = from_graph(graph, "forward", like_traced, like, without, ours)
             bound = {name: t.detach() for name, t in constants.items()}
             names = dict(zip(taken, program.input_names, strict=False))
             changed = [placeholders.index(w.old) for w in written]

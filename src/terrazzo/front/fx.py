@@ -12,7 +12,7 @@ from terrazzo.front.drawn import draws
 from terrazzo.front.one_type import refused_on_gpus
 from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.program import Input, Inputs, Program
 from terrazzo.ir.torch_types import from_torch, type_of
 from terrazzo.ir.types import Type, dense
 
@@ -23,11 +23,12 @@ def from_graph(
     placed: Collection[Any] = (),
     like: Mapping[Any, Any] = MappingProxyType({}),
     without: Collection[Any] = (),
+    donated: Collection[Any] = (),
 ) -> tuple[Program, dict[str, Any]]:
     """The graph as a program, and the constant tensors it holds, by the name of the input they became. The values of
     nodes that are `placed` are to lie as they did when they were traced, where that has no gaps; and so are what ops
     that draw random numbers are given, since they draw them in the order of memory. Others are to lie `like` tensors.
-    Some nodes, which nothing but the output may use, it is `without`.
+    Some nodes, which nothing but the output may use, it is `without`. The caller has no use for what is `donated`.
 
     A Limitation names every op that a program cannot hold, with its source line.
     """
@@ -37,7 +38,8 @@ def from_graph(
             reader.read(node)
     if reader.refused:
         raise Unheld(reader.refused)
-    program = Program("torch", name, tuple(reader.inputs), reader.results, reader.names, reader.sources)
+    inputs = Inputs(reader.inputs, (reader.values[n].name for n in donated))
+    program = Program("torch", name, inputs, reader.results, reader.names, reader.sources)
     return program, reader.constants
 
 

@@ -21,7 +21,7 @@ from terrazzo.ir.parse_loop import LoopReader
 from terrazzo.ir.parse_plan import PlanReader
 from terrazzo.ir.parse_schedule import ScheduleReader
 from terrazzo.ir.places import HEAD, Places, lines_of, located
-from terrazzo.ir.program import Input, Program
+from terrazzo.ir.program import Input, Inputs, Program
 from terrazzo.ir.reader import Reader, Scope, dotted, elements, empty, misplaced, python_tree, too_deep
 from terrazzo.ir.show_expr import show_type
 from terrazzo.ir.types import Type
@@ -81,24 +81,30 @@ def _module(
     body = reader.sizes(f.body, scope)
     if not _plain(f.args):
         reader.fail(f, "inputs are plain `name: type`")
-    inputs: list[Any] = []
+    given: list[Any] = []
+    ours: list[str] = []
     for a in f.args.args:
         if a.arg in scope.values:
             reader.fail(a, f"{a.arg} is defined twice")
         if a.annotation is None:
             reader.fail(a, f"input {a.arg} needs a type, such as f32[2, 3]")
-        ty = reader.tensor_type(a.annotation, scope)
+        annotation = a.annotation
+        if isinstance(annotation, ast.Call) and dotted(annotation.func) == "donated" and not annotation.keywords:
+            (annotation,) = annotation.args if len(annotation.args) == 1 else (annotation,)
+            ours.append(a.arg)
+        ty = reader.tensor_type(annotation, scope)
         node = (l.Buffer if kind in ("loop", "tile", "kernel") else Input)(a.arg, ty)
         scope.values[a.arg] = node
         places.add(node, a)
         places.add(a.arg, a)
-        inputs.append(node)
+        given.append(node)
+    inputs = Inputs(given, ours)
     if not body or not isinstance(body[-1], ast.Return):
         reader.fail(f, "the function must end with return")
     if kind == "kernel":
         launches = KernelReader(places, comments)
         found_steps = tuple(launches.step(s, scope) for s in body[:-1])
-        return kernel.Program(f.name, tuple(inputs), found_steps, reader.results(body[-1], scope, l.Buffer))
+        return kernel.Program(f.name, inputs, found_steps, reader.results(body[-1], scope, l.Buffer))
     if kind in ("loop", "tile"):
         loops, schedules = LoopReader(places, comments), ScheduleReader(places)
         completed = PlanReader(places)
@@ -124,7 +130,7 @@ def _module(
         results = reader.results(body[-1], scope, l.Buffer)
         if why := results_problem(results, ready) or overwritten(steps, inputs, results):
             reader.fail(body[-1], why)
-        program = l.Program(f.name, tuple(inputs), tuple(steps), results)
+        program = l.Program(f.name, inputs, tuple(steps), results)
         return program if kind == "loop" else tile.Program(program, tuple(found.items()), tuple(plans.items()))
     names: dict[Node, str] = {i: i.name for i in inputs}
     sources: dict[str, str] = {}
@@ -132,7 +138,7 @@ def _module(
     for s in body[:-1]:
         values.value_statement(s, kind, scope, names, sources)
     returned = reader.results(body[-1], scope, Node)
-    built: Program = reader.build(f, Program, kind, f.name, tuple(inputs), returned, names, sources)
+    built: Program = reader.build(f, Program, kind, f.name, inputs, returned, names, sources)
     return built
 
 

@@ -6,9 +6,10 @@ kernels are called after. They carry no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 from terrazzo.errors import UserError
 from terrazzo.ir.node import Node, topological
@@ -20,6 +21,27 @@ class Input(Node, dialect="program", op="input"):
 
     name: str
     type: Type
+
+
+T = TypeVar("T")
+
+
+class Inputs(tuple[T, ...]):
+    """What a program of any IR is given, in order. For inputs that are `donated`, by name, nobody else has a use: their
+    memory is free when the program is through with them. That changes no value, and no kernel.
+    """
+
+    donated: frozenset[str]
+
+    def __new__(cls, inputs: Iterable[T], donated: Iterable[str] = ()) -> Inputs[T]:
+        made = super().__new__(cls, inputs)
+        made.donated = frozenset(donated)
+        return made
+
+
+def donated(inputs: Sequence[Any]) -> frozenset[str]:
+    """The names of those inputs of a program that are donated to it."""
+    return inputs.donated if isinstance(inputs, Inputs) else frozenset()
 
 
 @dataclass(frozen=True)

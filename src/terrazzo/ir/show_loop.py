@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.ir import nest as n
@@ -10,6 +10,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import torch as aten
 from terrazzo.ir.expr import Expr, Size
 from terrazzo.ir.node import Node, topological
+from terrazzo.ir.program import donated
 from terrazzo.ir.show_expr import Namer, number, show_expr, show_inside, show_list, show_type
 from terrazzo.ir.types import DType, Type
 
@@ -98,8 +99,10 @@ def show_term(x: Node, name: Namer) -> str:
     return x.plainly()
 
 
-def header(dialect: str, name: str, inputs: Iterable[Any], everything: Iterable[Any]) -> list[str]:
-    given = ", ".join(f"{i.name}: {show_type(i.type)}" for i in inputs)
+def header(dialect: str, name: str, inputs: Sequence[Any], everything: Iterable[Any]) -> list[str]:
+    ours = donated(inputs)
+    kinds = (f"donated({show_type(i.type)})" if i.name in ours else show_type(i.type) for i in inputs)
+    given = ", ".join(f"{i.name}: {kind}" for i, kind in zip(inputs, kinds, strict=True))
     lines = [f"@{dialect}", f"def {name}({given}):"]
     sizes = {s.name: s for s in everything if isinstance(s, Size)}
     return lines + [f"    {s.name} = size({s.lo}, {s.hi})" for s in sizes.values()]

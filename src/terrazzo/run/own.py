@@ -102,7 +102,9 @@ def _used(plan: Plan, layout: Layout) -> list[int]:
 
 
 def _changes(plan: Plan, layout: Layout) -> tuple[list[int], list[int]]:
-    """How many bytes each step begins to use, the first one those of the arena, and how many are free after it."""
+    """How many bytes each step begins to use, the first one those of the arena and of what is donated, and how many are
+    free after it.
+    """
     first, last = spans(plan, layout.moved)
     views, root = set[int](), roots(plan.slots)
     for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
@@ -113,6 +115,9 @@ def _changes(plan: Plan, layout: Layout) -> tuple[list[int], list[int]]:
     theirs = adopted(plan.slots)
     begin, end = [0] * len(plan.steps), [0] * len(plan.steps)
     for k, slot in enumerate(plan.slots if plan.steps else ()):
+        if slot.donated and k in last:
+            begin[0] += slot.bytes
+            end[last[k]] += slot.bytes
         if slot.kind == "input" or (slot.kind == "arena" and k not in layout.own) or k in views:
             continue
         if (k not in first and slot.kind != "result") or k in root or k in theirs:

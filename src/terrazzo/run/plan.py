@@ -18,13 +18,14 @@ from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
 from terrazzo.ir.in_place import NOTHING_GIVEN, Given, can_be_told, taken_over, views
+from terrazzo.ir.program import donated
 from terrazzo.ir.regions import NONE, Piece, Regions, lived, regions
 from terrazzo.ir.types import DTYPES, DType, Type
 from terrazzo.run.arena import allocate, hosts, padded
 from terrazzo.run.branches import LITTLE, MOST, ROOM, Ahead, Place, side_by_side
 from terrazzo.run.taken import rooted, roots
 
-VERSION = 11
+VERSION = 12
 Onto = Mapping[l.Buffer, Sequence[l.Buffer]]
 """What kernels store, with what else it may lie in the memory of (`in_place.pairs`)."""
 NOTHING: Onto = {}
@@ -47,7 +48,8 @@ class Slot:
     """A tensor of the plan. `kind`: "input", "result" or "call" (memory of its own, which the op of a call makes), or
     "arena" (at `offset` bytes; of the result `within`, if that is not None, before that is written). It may lie in the
     memory of another one, `onto`, which the kernel that writes it reads for the last time; it has no other place then.
-    Or it is a region `of` another one, which begins at `offset` bytes there.
+    Or it is a region `of` another one, which begins at `offset` bytes there. The memory of an input that is `donated`
+    is free after the last step that mentions it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Slot:
     within: int | None = None
     onto: int | None = None
     of: int | None = None
+    donated: bool = False
 
     @property
     def bytes(self) -> int:
@@ -278,7 +281,7 @@ def _made(
     number = {b: k for k, b in enumerate(buffers)}
     apart = any(p.branch for p in places)
     taken = taken_over(program.steps, program.results, onto, Ahead(places) if apart else None, named.touched, given)
-    inputs, ends = frozenset(program.inputs), frozenset(program.results)
+    inputs, ends, free = frozenset(program.inputs), frozenset(program.results), donated(program.inputs)
     calls = [s for s in program.steps if isinstance(s, l.Call)]
     seen = {b for s in calls if views(s.name) for b in s.reads}  # of what an op has made, a view is no copy
     telling = (s for s in calls if told and can_be_told(s) and s.writes[0] not in seen)
@@ -304,7 +307,8 @@ def _made(
         host = number[within[b][0]] if b in within else None
         old = number[taken[b]] if b in taken else None
         of, start = (number[whole[b]], named.of[b][1]) if b in whole else (None, offsets.get(b, 0))
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, kind, start, host, old, of))
+        lying = kind, start, host, old, of, b in inputs and b.name in free
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, *lying))
     steps = []
     for s, p in zip(program.steps, places, strict=True):
         if not isinstance(s, l.Call):
@@ -426,7 +430,8 @@ def _slot(s: Any) -> Slot:
     within = None if s["within"] is None else _natural(s["within"])
     onto = None if s["onto"] is None else _natural(s["onto"])
     of = None if s["of"] is None else _natural(s["of"])
-    return Slot(_text(s["name"]), s["dtype"], shape, strides, s["kind"], _natural(s["offset"]), within, onto, of)
+    lying = s["kind"], _natural(s["offset"]), within, onto, of, s["donated"] is True
+    return Slot(_text(s["name"]), s["dtype"], shape, strides, *lying)
 
 
 def _step(s: Any, count: int, number: int) -> Step:

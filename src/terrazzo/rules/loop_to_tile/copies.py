@@ -109,4 +109,4 @@ def _again(done: tile.Program, lean: l.Program, log: Log, told: Log, schedule: S
 
 
 def _most(program: l.Program) -> int:
-    return max(in_use(program.steps, program.results), default=0)
+    return max(in_use(program.steps, program.results, inputs=program.inputs), default=0)

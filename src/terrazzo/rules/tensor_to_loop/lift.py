@@ -11,7 +11,7 @@ from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.expr import Expr, IntExpr, Var
 from terrazzo.ir.node import Node, topological, transform
-from terrazzo.ir.program import Program, in_turn
+from terrazzo.ir.program import Inputs, Program, donated, in_turn
 from terrazzo.rewrite.engine import index
 from terrazzo.rewrite.rule import Log, Rule, rule
 from terrazzo.rules.loop.fusion.inline import select
@@ -303,7 +303,7 @@ def lift(program: Program, rules: Sequence[Rule] = RULES, log: Log | None = None
                 log.applied("tensor_to_loop", table[type(value)][0].name, buffer.name, [value], steps[-1:])
     return l.Program(
         program.name,
-        tuple(buffers[i] for i in program.inputs),
+        Inputs((buffers[i] for i in program.inputs), donated(program.inputs)),
         tuple(steps),
         tuple(buffers[r] for r in program.results),
     )

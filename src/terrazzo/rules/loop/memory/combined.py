@@ -146,7 +146,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
     left = LOSS
     for _ in range(ROUNDS):
         users, among, named = _users(program.steps), pairs(program.steps), regions(program.steps, program.results)
-        used = in_use(program.steps, program.results, among, named=named)
+        used = in_use(program.steps, program.results, among, named=named, inputs=program.inputs)
         most = max(used, default=0)
         if most < worth:
             break
@@ -160,7 +160,7 @@ def combine_sooner(program: l.Program, log: Log, rates: Rates, worth: int = WORT
             steps[way.reader] = way.rest
             steps.insert(way.at, way.sooner)
             theirs = {b: old for b, old in among.items() if b not in way.rest.writes} | pairs((way.sooner, way.rest))
-            after = in_use(steps, program.results, theirs, partial(_last_uses, users, way), named)
+            after = in_use(steps, program.results, theirs, partial(_last_uses, users, way), named, program.inputs)
             if (max(after), after.count(max(after))) < (most, used.count(most)):
                 found.append(((max(after), after.count(max(after)), more), way, steps))
         if not found:

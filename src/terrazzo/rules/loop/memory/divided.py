@@ -136,18 +136,18 @@ def divide(program: l.Program, log: Log, rates: Rates, worth: int = WORTH, pass_
             prices[form] = cost(form, rates)
         return prices[form]
 
-    highest = least = max(in_use(program.steps, program.results), default=0)
+    highest = least = max(in_use(program.steps, program.results, inputs=program.inputs), default=0)
     now, whole, spent, taken = program, 0.0, 0.0, 0
     found: list[tuple[_Way, int, int, float]] = []
     while len(found) < ROUNDS:
-        used = in_use(now.steps, now.results)
+        used = in_use(now.steps, now.results, inputs=now.inputs)
         if (most := max(used, default=0)) < worth:
             break
         whole = whole or max(sum(map(price, now.steps)), 1.0)
         best = most, used.count(most), 0.0
         chosen: _Way | None = None
         for way in _ways(now, used.index(most)):
-            after = in_use(way.steps, now.results)
+            after = in_use(way.steps, now.results, inputs=now.inputs)
             more = max(sum(map(price, way.parts)) - price(way.kernel), 0.0)
             mine = max(after), after.count(max(after)), more
             if spent + more <= LOSS * whole and mine < best and (chosen or mine[:2] < best[:2]):

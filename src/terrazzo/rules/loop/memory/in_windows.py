@@ -129,12 +129,12 @@ def in_windows(
         y, = call('aten.cat.default', [y_w, y_w_2], 0, _types=(f32[128],))
         return (y,)
     """
-    highest = least = max(in_use(program.steps, program.results), default=0)
+    highest = least = max(in_use(program.steps, program.results, inputs=program.inputs), default=0)
     now, whole, spent, taken, begun, deep = program, 0.0, 0.0, 0, 0, 1
     found: list[tuple[_Done, int, float]] = []
     sizes: dict[Any, int] = {}
     for _ in range(ROUNDS):
-        used = in_use(now.steps, now.results)
+        used = in_use(now.steps, now.results, inputs=now.inputs)
         if (most := max(used, default=0)) < worth:
             break
         forms: dict[l.Kernel, list[int]] = {}
@@ -168,7 +168,7 @@ def in_windows(
         now, spent = done.program, spent + more
         sizes[tuple(map(nameless, done.group.readers))] = done.size
         found.append((done, most, more))
-        less = max(in_use(now.steps, now.results))
+        less = max(in_use(now.steps, now.results, inputs=now.inputs))
         if less < least and (highest - less) / highest > RATE * spent / whole:
             least, taken = less, len(found)
     for done, most, more in found[:taken]:
@@ -382,7 +382,7 @@ def _counted(program: l.Program, group: Group, peak: int) -> Iterator[_Done]:
     """The program with a group in more and more windows, as long as that saves memory where most is in use: two may
     save less than results take that are there from the first one on.
     """
-    most = least = max(in_use(program.steps, program.results))
+    most = least = max(in_use(program.steps, program.results, inputs=program.inputs))
     for size in _sizes(group.extent):
         done = Windows(program, group, size).program()
         if done is None or not _called(done) <= _called(program):  # a piece in pieces lies in none
@@ -390,7 +390,7 @@ def _counted(program: l.Program, group: Group, peak: int) -> Iterator[_Done]:
         old, new = set(program.steps), set(done.steps)
         gone, come = ([s for s in x.steps if s not in y] for x, y in ((program, new), (done, old)))
         there = {program.steps[peak], *(s for s in come if isinstance(s, l.Kernel))}  # calls only name memory
-        used = in_use(done.steps, done.results)
+        used = in_use(done.steps, done.results, inputs=done.inputs)
         now = max(n for s, n in zip(done.steps, used, strict=True) if s in there)
         if least - now >= SAVED * most:
             least = now

@@ -1,18 +1,20 @@
 """The order of steps in which least memory is in use at a time.
 
 Steps come in the order of the user's program, where a product that only a gradient needs may stand long after what it
-reads was made. What is made lives from the step that writes it to the last that reads it, results to the end.
+reads was made. What is made lives from the step that writes it to the last that reads it, results to the end. Inputs
+that are donated, as what autograd keeps for a backward pass is, live from the start to the last step that reads them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
 from terrazzo.ir.in_place import NOTHING_GIVEN, Given, pairs, taken_over
+from terrazzo.ir.program import donated
 from terrazzo.ir.regions import Regions, regions
 from terrazzo.rewrite.rule import Event, Log
 
@@ -114,7 +116,7 @@ def _better(program: l.Program, log: Log, pass_name: str, in_place: bool, given:
     if any(not isinstance(e, int) for s in program.steps for b in s.writes for e in b.type.shape):
         return []  # who needs the sizes says where they are missing
     among = pairs(program.steps) if in_place else {}
-    before = max(in_use(program.steps, program.results, among), default=0)
+    before = max(in_use(program.steps, program.results, among, inputs=program.inputs), default=0)
     if before < WORTH:
         return []
     after, found = _order(program, among, given)
@@ -147,10 +149,12 @@ def in_use(
     among: Among | None = None,
     uses: Callable[[Steps], dict[l.Buffer, int]] = last_uses,
     named: Regions | None = None,
+    inputs: Sequence[l.Buffer] = (),
 ) -> list[int]:
-    """How many bytes what steps write takes while each of them runs, where results of kernels lie in place of what
-    these read, as far as their terms allow (or `among` these), and regions where they are ones of: each piece of these
-    while it is in use. The last `uses` of buffers may be known, and what is `named` a region, whatever the order.
+    """How many bytes what steps write, and what of the `inputs` is donated, takes while each of them runs, where
+    results of kernels lie in place of what these read, as far as their terms allow (or `among` these), and regions
+    where they are ones of: each piece of these while it is in use. The last `uses` of buffers may be known, and what is
+    `named` a region, whatever the order.
     """
     among = pairs(steps) if among is None else among
     named = regions(steps, results) if named is None else named
@@ -162,6 +166,9 @@ def in_use(
     last |= {b: last[b] - 1 for b in taken.values()}
     change = [0] * (len(moved) + 2)
     there: set[l.Buffer] = set()
+    for b, n in _last_reads(donated(inputs), last, named).items():
+        change[0] += b.type.span
+        change[n + 1] -= b.type.span
     for k, s in enumerate(moved):
         for b in s.writes:
             b, _ = named.of.get(b, (b, 0))
@@ -181,6 +188,16 @@ def in_use(
     return found
 
 
+def _last_reads(ours: Collection[str], last: Mapping[l.Buffer, int], named: Regions) -> dict[l.Buffer, int]:
+    """Of inputs that are `ours` the last step that reads one or a region of one."""
+    found: dict[l.Buffer, int] = {}
+    for b, n in last.items() if ours else ():
+        whole, _ = named.of.get(b, (b, 0))
+        if whole.name in ours:
+            found[whole] = max(n, found.get(whole, 0))
+    return found
+
+
 def _order(program: l.Program, among: Among, given: Given) -> tuple[int, list[int]]:
     """The best of some orders of the steps, and how many bytes are in use at a time in it."""
     present = range(len(program.steps))
@@ -190,7 +207,8 @@ def _order(program: l.Program, among: Among, given: Given) -> tuple[int, list[in
     named = regions(program.steps, program.results)
 
     def used(order: Sequence[int]) -> list[int]:
-        return in_use([program.steps[i] for i in order], program.results, among, named=named)
+        steps = [program.steps[i] for i in order]
+        return in_use(steps, program.results, among, named=named, inputs=program.inputs)
 
     return _around_peaks(program, needs, min(orders, key=lambda order: max(used(order))), used)
 
@@ -231,8 +249,10 @@ def _around(program: l.Program, needs: Sequence[set[int]], order: Sequence[int],
     first = {b: i for i in reversed(order) for b in steps[i].writes}
     alive = [b for b, i in first.items() if place[i] <= peak and (place[last[b]] > peak or b in program.results)]
     alive += [b for b, i in last.items() if i == at and b in first]
+    ours = donated(program.inputs)
+    alive += [b for b, i in last.items() if b.name in ours and place[i] > peak]
     for b in sorted(dict.fromkeys(alive), key=lambda b: -b.type.span)[:LARGEST]:
-        later = followed(first[b], readers, lambda i: place[i] <= peak)
+        later = followed(first[b], readers, lambda i: place[i] <= peak) if b in first else {at}
         if at not in later:
             yield [
                 *(i for i in order[: peak + 1] if i not in later),
@@ -289,7 +309,8 @@ def _freeing(program: l.Program, needs: Sequence[set[int]], base: Sequence[int])
     """The steps in the order `base`, but for those that free more than they take: they come as soon as they can, the
     one that frees most first.
     """
-    steps, kept, given = program.steps, set(program.results), set(program.inputs)
+    steps, kept, ours = program.steps, set(program.results), donated(program.inputs)
+    given = {b for b in program.inputs if b.name not in ours}
     place = {i: n for n, i in enumerate(base)}
     waits = [len(x) for x in needs]
     after: list[list[int]] = [[] for _ in steps]

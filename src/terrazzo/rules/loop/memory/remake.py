@@ -156,7 +156,7 @@ def made_again(
     """
     work, told = _Remake(rates, expected), Log(applications=None if log.applications is None else [])
     found = _again(program, told, work, worth)
-    most, less = (max(in_use(x.steps, x.results), default=0) for x in (program, found))
+    most, less = (max(in_use(x.steps, x.results, inputs=x.inputs), default=0) for x in (program, found))
     whole, more = (sum(map(work.price, x.steps)) for x in (program, found))
     worse = (most - less) / max(most, 1) < RATE * (more - whole) / max(whole, 1.0)
     if found is program or worse or _called(found) > _called(program):  # a copy of a region may be none
@@ -177,7 +177,7 @@ def _again(program: l.Program, log: Log, work: _Remake, worth: int) -> l.Program
     """`program` in the last round in which less was in use than before."""
     best, least, idle = program, (sys.maxsize, 0), 0
     for _ in range(ROUNDS):
-        used = in_use(program.steps, program.results)
+        used = in_use(program.steps, program.results, inputs=program.inputs)
         most = max(used, default=0)
         now = most, used.count(most)
         best, least, idle = (program, now, 0) if now < least else (best, least, idle + 1)

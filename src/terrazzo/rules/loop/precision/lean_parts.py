@@ -68,7 +68,7 @@ def _like(log: Log) -> Log:
 def _peak(program: l.Program) -> tuple[int, set[l.Buffer]]:
     """The most bytes that are in use at a time, and which buffers these are."""
     steps = in_order(program, Log(), PASS).steps
-    used = in_use(steps, program.results)
+    used = in_use(steps, program.results, inputs=program.inputs)
     most = max(used, default=0)
     at = used.index(most) if used else 0
     before = {b for s in steps[: at + 1] for b in s.writes}
