@@ -95,3 +95,19 @@ def test_a_copy_is_not_kept_beside_what_it_is_of() -> None:
     exact, _ = trained(call, torch.float64)
     for ours, truth in zip(found, exact, strict=True):
         assert float((ours.double() - truth).norm()) <= 1e-6 * float(truth.norm())
+
+
+def test_what_has_two_names_is_kept_by_one() -> None:
+    """Rows of images, and images."""
+    torch._dynamo.reset()
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = (x + y).tanh()
+        return hidden.flatten(2) @ hidden.flatten(2).mT + hidden.square().sum((2, 3)).unsqueeze(-1)
+
+    options = {"target": "interpreter", "strict": True}
+    found, kept = trained(torch.compile(call, backend="terrazzo", options=options), torch.float32)
+    assert len(kept) == 1
+    exact, _ = trained(call, torch.float64)
+    for ours, truth in zip(found, exact, strict=True):
+        assert float((ours.double() - truth).norm()) <= 1e-6 * float(truth.norm())

@@ -4,7 +4,8 @@ PyTorch's default keeps each of these. Of an image that is multiplied at 81 disp
 its memory, but kernels read at addresses of which they know that they are multiples of 16 bytes, so an input that
 begins elsewhere is copied, and 54 such copies were in memory at a time. Of the image itself a kernel reads 81 places.
 Weights of attention of which nothing is dropped, with a probability of 0, are multiplied as a copy: they were stored
-as both.
+as both. And of two names for one tensor, as rows and as images say, nobody knows that its memory is free only when both
+were read.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from terrazzo.run.tensors import ALIGNED
 
 
 def keep_once(graph: Any, results: int) -> set[Any]:
-    """Have the backward pass of a joint graph read what it reads copies of, or views of which one begins at no multiple
-    of 16 bytes, and make these itself, but for the `results` of the forward pass; the nodes that are new. Not where one
-    part of a tensor is all that is read: that is kept by itself, and no view.
+    """Have the backward pass of a joint graph read what it reads copies of, or views that are all of it, or of which
+    one begins at no multiple of 16 bytes, and make these itself, but for the `results` of the forward pass; the nodes
+    that are new. Not where one part of a tensor is all that is read: that is kept by itself, and no view.
     """
     outputs = {x for x in graph.output_node().args[0][:results] if x is not None}
     forward = {*behind(outputs), *(x for x in graph.nodes if x.meta.get("partitioner_tag") == "is_forward")}
@@ -32,7 +33,7 @@ def keep_once(graph: Any, results: int) -> set[Any]:
     made: set[Any] = set()
     for whole, parts in read.items():
         kept = whole.op == "placeholder" or whole in outputs or any(x not in forward for x in whole.users)
-        if not (kept or len(parts) > 1) or all(_aligned(x, whole) and not _has_copy(x) for x in parts):
+        if not (kept or len(parts) > 1) or all(_may_be_kept(x, whole) for x in parts):
             continue
         before = Nodes(graph, min((x for later in parts.values() for x in later), key=order.__getitem__))
         again = {whole: whole}
@@ -71,9 +72,13 @@ def _has_copy(node: Any) -> bool:
     return _is_copy(node) or (_is_view(node) and _has_copy(node.args[0]))
 
 
-def _aligned(part: Any, whole: Any) -> bool:
-    """Whether a view begins at a multiple of what kernels read, where the whole does."""
+def _may_be_kept(part: Any, whole: Any) -> bool:
+    """Whether nothing is against it that a part is kept beside others of the whole: it is no copy, not all of what the
+    forward pass made, and begins at a multiple of what kernels read, where the whole does.
+    """
     seen, base = part.meta["val"], whole.meta["val"]
+    if _has_copy(part) or (whole.op != "placeholder" and seen.numel() >= base.numel()):
+        return False
     between = seen.storage_offset() * seen.itemsize - base.storage_offset() * base.itemsize
     return not isinstance(between, int) or between % ALIGNED == 0
 
