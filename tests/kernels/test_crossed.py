@@ -17,6 +17,7 @@ from terrazzo.ir.schedule import Like
 from terrazzo.options import Options
 from terrazzo.pipelines import lowering
 from terrazzo.rules.loop_to_tile.reductions.pieces import together
+from terrazzo.rules.loop_to_tile.walked.touched import touched
 from terrazzo.targets.cuda.emit import emit
 from terrazzo.targets.cuda.predict import predict
 
@@ -166,6 +167,33 @@ def test_pixels_that_become_channels_are_loaded_as_vectors(dtype: torch.dtype, b
     assert sectors(found) == (1.0, 1.0)
     (ours,) = found.simulated()
     np.testing.assert_array_equal(np.asarray(ours, np.float32), found.fn(*args).float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(3, torch.float32), (8, torch.float32), (7, torch.bfloat16), (12, torch.bfloat16)]
+)
+def test_a_few_channels_that_become_planes_are_read_by_one_thread(channels: int, dtype: torch.dtype) -> None:
+    """However many they are: lanes lie along the planes, so sectors of these are written whole."""
+    torch.manual_seed(1)
+    args = (torch.randn(2, 23, 32, channels).to(dtype),)
+    found = lowered(lambda x: x.permute(0, 3, 1, 2).contiguous(), args, "sm_90a")
+    assert "far apart" in " ".join(e.reason for e in found.lowering.log.events)
+    assert sectors(found)[1] <= 1.1
+    (ours,) = found.simulated()
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), found.fn(*args).float().numpy())
+
+
+@pytest.mark.parametrize("channels", [3, 5, 9, 12, 15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_channels_become_planes_as_fast_as_memory(channels: int, dtype: torch.dtype) -> None:
+    """By the model, which says what blocks touch."""
+    x, machine = torch.empty(16, 154449, channels, dtype=dtype, device="meta"), gpu("sm_90a")
+    found = lowering(capture(lambda x: x.transpose(1, 2).contiguous(), (x,), {}).program, Options(target="sm_90a"))
+    ((_, schedule),) = found.at("tile").schedules
+    (kernel,) = found.at("tile").loop.steps
+    assert isinstance(kernel, l.Kernel)
+    once = 2 * x.numel() * dtype.itemsize / machine.memory
+    assert touched(kernel, schedule, machine) - machine.launch <= 1.4 * once
 
 
 def test_many_blocks_of_a_warp_are_one() -> None:

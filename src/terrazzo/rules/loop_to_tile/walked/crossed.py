@@ -40,6 +40,8 @@ LEAST = 8
 """Bytes that a thread stores at once, at least, where that is along few points."""
 LINE, WARPS = 128, 8
 """Bytes that warps of a block store side by side, at most. And all of them."""
+RECTANGLE = WARP // 2
+"""Points along what is read from which on a warp has a rectangle of it and of what is stored; fewer are a thread's."""
 REST = 1.34
 """How many times as many threads there may be as have something to do."""
 
@@ -121,15 +123,14 @@ def _accesses(kernel: l.Kernel) -> tuple[list[l.Load], list[l.Load], Any]:
 
 
 def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
-    """A kernel that reads a few neighbours that it stores far apart, as of pixels that become channels: a thread loads
-    them as one vector, and lanes lie along what is stored.
+    """A kernel that reads a few neighbours that it stores far apart, as of pixels that become channels, or of channels
+    that become planes: a thread loads them all, as one vector if they are one, and lanes lie along what is stored.
     """
     _, loads, across = _accesses(apart)
     if across is None or waste(size_of(across), WARP) > REST:
         return None
-    few = next(
-        (a for a in apart.axes if a is not across and 1 < size_of(a) <= 8 and _takes_turns(loads, a, across)), None
-    )
+    short = [a for a in apart.axes if a is not across and 1 < size_of(a) < RECTANGLE]
+    few = next((a for a in short if _takes_turns(loads, a, across)), None)
     if few is None:
         return None
     others = [a for a in apart.axes if a not in (across, few)]
@@ -142,11 +143,9 @@ def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
 
 
 def _takes_turns(loads: Sequence[l.Load], few: Any, across: Any) -> bool:
-    """Whether memory runs along a few points of one axis, as one vector, and then along the other, wherever both are
-    known.
-    """
+    """Whether memory runs along a few points of one axis and then along the other, wherever both are known."""
     both = [x for x in loads if {few, across} <= x.free]
-    turns = all(step(x, few) == 1 and step(x, across) == size_of(few) == vector_of([x], few) for x in both)
+    turns = all(step(x, few) == 1 and step(x, across) == size_of(few) for x in both)
     return bool(both) and turns
 
 
@@ -175,7 +174,7 @@ def _crossed(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     run = _run(loads, along, [a for a in apart.axes if a is not across])
     merged = merge_axes(apart, run)
     axis = next(a for a in merged.axes if a not in apart.axes or a is along)
-    if size_of(axis) < WARP // 2 or (width * size < LEAST and not _long(stores, across, along)):
+    if size_of(axis) < RECTANGLE or (width * size < LEAST and not _long(stores, across, along)):
         return None
     form = l.Kernel(merged.name, (*(a for a in merged.axes if a is not across), across), merged.stores, merged.source)
     others = [a for a in form.axes if a not in (axis, across)]
