@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.kernels.arrangements import F as CORES
 from tests.kernels.arrangements import Product
+from tests.kernels.programs import lowered
 from tests.kernels.test_arrangements import derived, right
 
 from terrazzo.interp import kernel as simulator
@@ -133,3 +134,22 @@ def test_large_tiles_of_products_are_left_alone() -> None:
     """They take arithmetic, not memory."""
     assert "acc0" in sums(Product(**CORES).text)
     assert not any(x.startswith("sum") for x in sums(Product(**CORES).text))
+
+
+def test_what_is_made_of_places_ends_with_its_axis() -> None:
+    """A long sum of few products is cut where no piece is whole, though a factor is made of places and not loaded:
+    beyond the end it is 0, where it would be no number otherwise.
+    """
+
+    def fitted(x: torch.Tensor) -> torch.Tensor:
+        t = torch.arange(x.shape[1], 0, -1.0)
+        return x.mT.flatten(0, 1) @ torch.stack((1 / t, t, torch.ones_like(t), t.sqrt()), -1)
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 3001, 3)
+    found = lowered(fitted, (x,), "sm_90a")
+    assert [s.name for s in found.lowering.at("tile").loop.steps] == ["mm_part", "mm"]
+    (ours,) = found.simulated()
+    t = torch.arange(3001, 0, -1.0, dtype=torch.float64)
+    exact = x.double().mT.flatten(0, 1) @ torch.stack((1 / t, t, torch.ones_like(t), t.sqrt()), -1)
+    np.testing.assert_allclose(np.asarray(ours), exact.numpy(), rtol=1e-5, atol=1e-3)

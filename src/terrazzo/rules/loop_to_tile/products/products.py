@@ -192,9 +192,10 @@ def _by(p: Product, gpu: Gpu) -> str:
 
 def _pieces(p: Product, t: Tile, gpu: Gpu, instruction: str | None, by: str) -> Iterator[int]:
     """Into how many pieces k may be cut, while they are long and blocks not too many. The last is short only where
-    plain loads end in 0.
+    plain loads end in 0, beside what is made of places.
     """
-    plain = (instruction is None or by != "") and all(isinstance(x, l.Load) for x in p.operands)
+    ends = (isinstance(x, l.Load) or not any(p.axes[-1] in y.free for y in loads(x)) for x in p.operands)
+    plain = (instruction is None or by != "") and all(ends)
     steps, rest = divmod(p.axes[-1].extent, t.k)
     steps += plain and rest > 0
     blocks = _blocks(p, t)

@@ -7,17 +7,18 @@ For every monoid: split-K, split reductions, split-KV are this one rewrite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.errors import UserError, about
-from terrazzo.ir.contraction import contraction
+from terrazzo.ir.contraction import contraction, summands
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, at_least
 from terrazzo.ir.nest import accumulators
-from terrazzo.ir.node import Node, substitute, topological, transform
+from terrazzo.ir.node import Node, substitute, topological, transform, transformed
 from terrazzo.ir.schedule import Like, Schedule
+from terrazzo.ir.sites import loads
 from terrazzo.ir.types import Type
 from terrazzo.rules.loop.definitions import unused
 from terrazzo.rules.loop.fusion.inline import guarded, keeps_zero, rewrite_loads, select
@@ -134,13 +135,25 @@ def moved(r: l.Reduce | l.Scan, args: Sequence[Any], axis: Var, to: IntExpr) -> 
         return tuple(there)
     along = frozenset(to.free) if isinstance(to, Node) else frozenset()
     found = [rewrite_loads(a, lambda load: guarded(load, inside) if along & load.free else load) for a in there]
-    if r.monoid.name == "sum" and (keeps_zero(args[0]) or (isinstance(r, l.Reduce) and contraction(r) is not None)):
+    if r.monoid.name == "sum" and isinstance(r, l.Reduce) and contraction(r) is not None:
+        return (_no_products(found[0], along, inside),)
+    if r.monoid.name == "sum" and keeps_zero(args[0]):
         return tuple(found)
     types = r.dtype if r.monoid.width > 1 else (r.dtype,)
     identity = r.monoid.identity(types)
     if r.monoid.frame:  # what lies infinitely far below a frame is worth nothing, whatever it is
         return (select(inside, found[0], identity[0]), *found[1:])
     return tuple(select(inside, a, x) for a, x in zip(found, identity, strict=True))
+
+
+def _no_products(total: Node, along: Set[Any], inside: tuple[IntExpr, ...]) -> Any:
+    """A sum of products whose loads are 0 beyond an axis' end, with factors that are made of places 0 there, too: these
+    may be anything, and infinity times 0 is no number.
+    """
+    factors = [f for x, _ in summands(total) for f in x.children if isinstance(f, Node)]
+    made = [f for f in factors if along & f.free and not any(along & x.free for x in loads(f))]
+    taken = {f: select(inside, f) for f in made}
+    return transformed((total,), lambda x: taken.get(x, x))[0]
 
 
 def moments(kernel: l.Kernel) -> tuple[l.Reduce, l.Reduce] | None:
