@@ -195,7 +195,7 @@ SCALARS = _table(
     Scalar("gt", 2, _test(*_ANY), np.greater, "({0} > {1})"),
     Scalar("ge", 2, _test(*_ANY), np.greater_equal, "({0} >= {1})"),
     Scalar("isnan", 1, _test(*_FLOAT), np.isnan, "({0} != {0})"),
-    Scalar("order", 1, lambda a: {f32: i32, f64: i64}.get(a[0]), _order, "tz_order({0})", 4),
+    Scalar("order", 1, lambda a: {f32: i32, f64: i64}.get(a[0]), _order, "tz_order({0})", 6),
     Scalar("signbit", 1, _test(*_FLOAT), np.signbit, "tz_signbit({0})"),
     # logic on bools, bits on integers
     Scalar("and_", 2, _same("bool", *_INT), np.bitwise_and, "({t})({0} & {1})"),

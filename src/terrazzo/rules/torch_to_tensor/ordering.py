@@ -106,7 +106,7 @@ def _before(keys: Any, axis: int) -> Any:
     *here, other = t.coordinates(pairs)
     mine, its = t.index_map(keys, pairs, here), t.index_map(keys, pairs, [*here[:axis], other, *here[axis + 1 :]])
     stands_before = t.apply("lt", t.iota(pairs, other), t.iota(pairs, here[axis]))
-    comes_before = t.where(stands_before, t.apply("le", its, mine), t.apply("lt", its, mine))
+    comes_before = t.apply("or_", t.apply("lt", its, mine), t.apply("and_", t.apply("eq", its, mine), stands_before))
     return t.reduce("sum", t.cast(comes_before, i32), [rank])
 
 
