@@ -10,7 +10,7 @@ from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.expr import IntExpr
 from terrazzo.ir.types import Type, i32, i64
-from terrazzo.rewrite.rule import Rule, need
+from terrazzo.rewrite.rule import Rule
 from terrazzo.rules.torch_to_tensor.common import aten, result
 from terrazzo.rules.torch_to_tensor.convolution import spread
 from terrazzo.rules.torch_to_tensor.pointwise import c
@@ -140,11 +140,14 @@ def adaptive_avg_pool(node: Aten, x: Any, size: Any) -> Any:
     out = result(node)
     windows = _adaptive(x.type, out.shape, len(size))
     total = t.reduce("sum", windows.of(t.cast(x, out.dtype.compute), 0), windows.axes)
-    bounds = [
-        _adaptive_bounds(i, n, m)
-        for i, n, m in zip(t.coordinates(out.shape)[windows.lead :], windows.extents, size, strict=True)
-    ]
-    return _divided(total, _product([t.iota(out.shape, end - begin) for begin, end in bounds]), out)
+    return _divided(total, _adaptive_counts(out.shape, list(zip(windows.extents, size, strict=True))), out)
+
+
+def _adaptive_counts(shape: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """How many elements each window has: m of them on n, for such pairs, of the last dimensions."""
+    here = t.coordinates(shape)[len(shape) - len(pairs) :]
+    bounds = [_adaptive_bounds(i, n, m) for i, (n, m) in zip(here, pairs, strict=True)]
+    return _product([t.iota(shape, end - begin) for begin, end in bounds])
 
 
 def _largest(x: Any, windows: _Windows) -> tuple[Any, Any]:
@@ -241,14 +244,30 @@ def avg_pool_backward(
 
 @aten("_adaptive_avg_pool2d_backward.default", "_adaptive_avg_pool3d_backward.default")
 def adaptive_avg_pool_backward(node: Aten, grad: Any, x: Any) -> Any:
-    """The same of windows that lie side by side, all of one size."""
+    """The same of windows of varying size, of which a place is in two or more where they overlap."""
     out, spatial = result(node), _spatial(node)
-    pairs = list(zip(out.shape[-spatial:], grad.type.shape[-spatial:], strict=True))
-    need(all(n % m == 0 for n, m in pairs), "its windows are not all of one size")
-    kernel = [n // m for n, m in pairs]
-    given = t.cast(grad, out.dtype.compute)
-    share = t.apply("div", given, c(float(math.prod(kernel)), given))
-    return _spread(share, out, kernel, kernel, (0,) * spatial)
+    given, lead = t.cast(grad, out.dtype.compute), out.rank - spatial
+    pairs = list(zip(out.static_shape[lead:], grad.type.static_shape[lead:], strict=True))
+    if all(n % m == 0 for n, m in pairs):
+        kernel = [n // m for n, m in pairs]
+        share = t.apply("div", given, c(float(math.prod(kernel)), given))
+        return _spread(share, out, kernel, kernel, (0,) * spatial)
+    share = t.apply("div", given, t.cast(_adaptive_counts(grad.type.shape, pairs), given.type.dtype))
+    most = [max(last - first + 1 for first, last in (_windows_around(i, n, m) for i in range(n))) for n, m in pairs]
+    space = (*out.shape, *most)
+    here = t.coordinates(space)
+    place, inside = [], []
+    for d, (n, m) in enumerate(pairs):
+        first, last = _windows_around(here[lead + d], n, m)
+        place.append(first + here[out.rank + d])
+        inside.append(last - place[-1])
+    found = t.index_map(share, space, (*here[:lead], *place), inside)
+    return t.cast(t.reduce("sum", found, range(out.rank, len(space))), out.dtype)
+
+
+def _windows_around(i: Any, n: int, m: int) -> tuple[Any, Any]:
+    """The first and the last of the windows of `_adaptive_bounds` that place i is in."""
+    return i * m // n, (i * m + m - 1) // n
 
 
 RULES: tuple[Rule, ...] = (
