@@ -172,7 +172,7 @@ def test_explain_names_what_pytorch_runs(terrazzo: Terrazzo) -> None:
         terrazzo("explain", "-c", "torch.mode(torch.randn(4,4,4))[0]+1", "--allow-fallback", "--json").stdout
     )
     assert [f["kind"] for f in facts] == ["call", "kernel"]
-    assert facts[0]["because"] == ["PyTorch runs it: its rule declined"]
+    assert facts[0]["because"] == ["PyTorch runs it: no rule lowers it"]
     assert facts[0]["source"] == "<code>:1"
     # 16 numbers are read and 16 written, after 16 additions
     assert (facts[1]["bytes"], facts[1]["operations"]) == (128, 16)

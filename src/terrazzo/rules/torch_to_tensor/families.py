@@ -42,6 +42,21 @@ def ordered_along(op: Any) -> int:
     return int(shape[dim])
 
 
+def sorting(op: Any) -> tuple[int, bool]:
+    """The dimension that a sort goes along, and whether it descends."""
+    given = dict(zip(("dim", "descending"), op.args[1:], strict=False)) | dict(op.kwargs)
+    return given.get("dim", -1), given.get("descending", False)
+
+
+def inverts(op: Any, order: Any) -> bool:
+    """Whether an op sorts an order that a sort along the same dimension gave: what it gives is the inverse of that."""
+    first = order.x if getattr(order, "index", None) == 1 else None
+    if op.name not in SORTS or getattr(first, "name", "") not in SORTS or not (rank := order.type.rank):
+        return False
+    (dim, descends), (other, _) = sorting(op), sorting(first)
+    return not descends and (dim - other) % rank == 0
+
+
 def channels_at_end(image: Type) -> bool:
     """Whether an image has its channels beside each other in memory."""
     return image.rank > 2 and image.shape[1] != 1 and image.element_strides[1] == 1
@@ -191,8 +206,9 @@ FORWARD, BACKWARD = "aten.convolution.default", "aten.convolution_backward.defau
 """A convolution, and its gradients."""
 
 
+SORTS = ("aten.sort.default", "aten.sort.stable")
 ORDERED = {
-    "aten.sort.default": 1, "aten.sort.stable": 1, "aten.topk.default": 2, "aten.kthvalue.default": 2,
+    **dict.fromkeys(SORTS, 1), "aten.topk.default": 2, "aten.kthvalue.default": 2,
     "aten.median.dim": 1, "aten.nanmedian.dim": 1,
 }  # fmt: skip
 """Ops that order the elements of rows, and where among their arguments the dimension stands that these go along."""
@@ -232,7 +248,7 @@ FAMILIES: dict[str, tuple[str, Operations]] = {
     },
     "aten.adaptive_max_pool2d.default": ("maximum", _given),
     "aten.masked_scatter.default": ("masked scatter", _passes),
-    **dict.fromkeys(("aten.sort.default", "aten.sort.stable"), ("sort", _sorted)),
+    **dict.fromkeys(SORTS, ("sort", _sorted)),
     "aten.topk.default": ("topk", _selected),
     **dict.fromkeys(("aten.kthvalue.default", "aten.median.dim", "aten.nanmedian.dim"), ("kth value", _selected)),
     **dict.fromkeys((f"{ATTENTION}.default", f"{ATTENTION}_backward.default"), ("attention", _passes)),

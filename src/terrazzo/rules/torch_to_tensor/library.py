@@ -27,6 +27,7 @@ from terrazzo.rules.torch_to_tensor.families import (
     convolved,
     family_of,
     first_result,
+    inverts,
     is_convolution,
     kind_of,
     read_by,
@@ -65,6 +66,8 @@ class Libraries:
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
         found: set[Node] = set()
         for node in nodes:
+            if node.args and inverts(node, node.args[0]) and node.args[0].x in found:
+                continue
             if (choice := self._choice(node, node in read, self.gpu)) is None:
                 continue
             ours, their = choice.cost[OURS], choice.cost[LIBRARY]

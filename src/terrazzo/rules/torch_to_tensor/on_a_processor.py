@@ -17,6 +17,7 @@ from terrazzo.rules.torch_to_tensor.families import (
     ORDERED,
     channels_at_end,
     first_result,
+    inverts,
     is_depthwise,
     ordered_along,
     tensors_in,
@@ -140,7 +141,7 @@ def _is_faster(op: Aten, laid_out: Callable[[Node], Type]) -> bool:
     if family == "attention":
         return True
     if op.name in ORDERED:
-        return ordered_along(op) > COMPARED
+        return ordered_along(op) > COMPARED and not inverts(op, op.args[0])
     if family not in ("product", "convolution") or op.name == BACKWARD:
         return op.name == BACKWARD
     kind, work = first_result(op).dtype, operations(op.args, first_result(op), 1)

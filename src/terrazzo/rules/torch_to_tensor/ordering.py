@@ -12,13 +12,27 @@ from typing import Any
 
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.types import bool_, i32, i64
+from terrazzo.ir.types import Type, bool_, i32, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, result
+from terrazzo.rules.torch_to_tensor.families import inverts, sorting
 from terrazzo.rules.torch_to_tensor.view import reshaped
 
 LONGEST = 1024
 """Elements of a row up to which they are compared with each other."""
+
+
+@aten("sort.default", "sort.stable")
+def sort_of_an_order(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The order that a sort gave, sorted again: each place once, and its inverse, which is written where the order
+    says. It is ranks in argsort(argsort(x)), and the way of tokens back from their experts.
+    """
+    shape = x.type.shape
+    need(inverts(node, x), "it is no order that PyTorch gave by sorting this dimension")
+    axis = normalize(sorting(node)[0], len(shape))
+    places = t.iota(shape, t.coordinates(shape)[axis])
+    zeros = t.literal(0, i64, shape)
+    return places, t.Opaque("aten.scatter.src", (zeros, axis, x, places), (), Type(i64, shape))
 
 
 @aten("sort.default", "sort.stable")
@@ -124,4 +138,4 @@ def _standing(x: Any, axis: int, before: Any, numbers: Any) -> Any:
     return t.index_map(x, shape, at), places
 
 
-RULES: tuple[Rule, ...] = (sort, topk, kthvalue, median, nanmedian)
+RULES: tuple[Rule, ...] = (sort_of_an_order, sort, topk, kthvalue, median, nanmedian)

@@ -8,7 +8,7 @@ sources is cheaper.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.ir.address import flatten, unflatten
@@ -381,33 +381,7 @@ def as_strided_scatter(
     return t.reshape(_won(t.reshape(x, (total,)), winner, flat), x.type.shape)
 
 
-@aten("sort.default", "sort.stable")
-def sort_of_an_order(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The order that a sort gave, sorted again: each place once, and its inverse, which is written where the order
-    says. It is ranks in argsort(argsort(x)), and the way of tokens back from their experts.
-    """
-    shape = x.type.shape
-    need(isinstance(x, t.Get) and x.index == 1 and isinstance(x.x, t.Opaque), "PyTorch's library sorts")
-    need(x.x.name in SORTS, "it is no order that a sort gave")
-    (dim, descending), (first, _) = (_sorting(args, kwargs), _sorting(x.x.args[1:], dict(x.x.kwargs)))
-    axis = normalize(dim, len(shape))
-    need(shape and axis == normalize(first, len(shape)), "it is sorted along another dimension")
-    need(not descending, "it descends")
-    places = t.iota(shape, t.coordinates(shape)[axis])
-    zeros = t.literal(0, i64, shape)
-    return places, t.Opaque("aten.scatter.src", (zeros, axis, x, places), (), Type(i64, shape))
-
-
-SORTS = ("aten.sort.default", "aten.sort.stable")
-
-
-def _sorting(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, bool]:
-    """The dimension that a sort goes along, and whether it descends."""
-    given = dict(zip(("dim", "descending"), args, strict=False)) | {**kwargs}
-    return given.get("dim", -1), given.get("descending", False)
-
-
 RULES: tuple[Rule, ...] = (
     scatter, scatter_with, scatter_add, scatter_reduce, index_reduce, index_put, embedding_dense_backward, index_add,
-    index_copy, put_, masked_scatter, max_unpool, diagonal_scatter, as_strided_scatter, sort_of_an_order,
+    index_copy, put_, masked_scatter, max_unpool, diagonal_scatter, as_strided_scatter,
 )  # fmt: skip
