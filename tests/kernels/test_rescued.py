@@ -80,6 +80,23 @@ def test_kernels_are_right_whatever_the_numbers(shape: tuple[int, int, int]) -> 
     judged(y, x, w)
 
 
+def test_sums_are_as_large_as_they_should_be_where_tensor_cores_truncate() -> None:
+    """To 1e-8 in the mean, where 5e-8 are cut off; those of whole numbers, of which nothing is, are exact."""
+    shape, sm_90a, rng = (64, 64, 1024), gpu("sm_90a"), np.random.default_rng(0)
+    program = halved(text(*shape))
+    p = product(program.steps[-1])
+    assert p is not None
+    plan = next(x for x in warpgroups.plans(p, sm_90a) if x.tile.share == 1)
+    made = derived(p.kernel, warpgroups.schedule(p, plan, sm_90a), sm_90a)
+    done = k.Program("f", program.inputs, (*lowered(*shape)["kernel"].steps[:-1], made), program.results)
+    x, w = (rng.standard_normal((64, 1024)).astype(np.float32) for _ in range(2))
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    (y,) = simulator.run(done, {"x": x, "w": w}, truncates=True)
+    assert abs(((y - exact) * exact).sum() / (exact * exact).sum()) < 1e-8
+    x, w = np.round(x * 40), np.round(w * 40)
+    assert np.array_equal(simulator.run(done, {"x": x, "w": w}, truncates=True)[0], x @ w.T)
+
+
 def test_blocks_that_share_steps_rescue_their_parts_of_the_columns() -> None:
     shape, sm_90a = (64, 64, 1024), gpu("sm_90a")
     program = halved(text(*shape))

@@ -21,7 +21,7 @@ from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Log
 from terrazzo.rules.loop.precision.parts import into_parts
 from terrazzo.rules.loop.precision.scaled_parts import DEPTH, FEWER_DIGITS, LARGEST, SCALE
-from terrazzo.rules.tile_to_kernel.promote import NEARER, together
+from terrazzo.rules.tile_to_kernel.promote import added, together
 
 
 def halved(source: str) -> l.Program:
@@ -60,9 +60,12 @@ def on_tensor_cores(x: Any, w: Any, rescued: bool = True, each: int = 0) -> Any:
     stored = made(x, w)
     a, b = ([stored[f"{n}_{p}"].astype(np.float64) for p in (1, 2)] for n in "xw")
     total, few = (np.zeros((len(x), len(w)), np.float32) for _ in range(2))
+    steps = x.shape[1] // 64
+    few_steps = each or together(steps, often=True)
+    by = added(-(-steps // few_steps), often=True)
     for first in range(0, x.shape[1], 64):
-        if first and first // 64 % (each or together(x.shape[1] // 64, cut=True)) == 0:
-            total, few = nearer(total, few), np.zeros_like(few)
+        if first and first // 64 % few_steps == 0:
+            total, few = nearer(total, few, by), np.zeros_like(few)
         for terms, length, scale in ((((1, 0), (0, 1)), 64, SCALE), (((0, 0),), 32, 1.0)):
             for begin in range(first, first + 64, length):
                 c = np.zeros(total.shape)
@@ -70,20 +73,19 @@ def on_tensor_cores(x: Any, w: Any, rescued: bool = True, each: int = 0) -> Any:
                     for k in range(begin, begin + length, 16):
                         c = truncated(c, a[i][:, k : k + 16], b[j][:, k : k + 16].T)
                 few = (few + c / scale).astype(np.float32)
-    total = nearer(total, few, last=True)
+    total = nearer(total, few, by)
     root = stored["x_root"][:, None] * stored["w_root"][None]
     doubted = np.abs(total) < stored["x_least"][:, None] + stored["w_least"][None]
     return np.where(doubted & rescued, on_cuda_cores(x, w), total * root * root)
 
 
-def nearer(one: Any, other: Any, last: bool = False) -> Any:
-    """Two sums in float32, a little larger than they are, rounded once."""
+def nearer(one: Any, other: Any, by: float) -> Any:
+    """Two sums in float32, larger by so much of them, rounded once."""
     both = one + other
     with np.errstate(invalid="ignore"):
         left = other - (both - one)
-    more = (both if last else other) * np.float64(NEARER)
-    sound = (np.abs(left) <= np.abs(other)) & (last | (np.abs(both) >= np.abs(other)))
-    return np.where(sound, both + (more + left).astype(np.float32), both)
+    better = both + (both * np.float64(by) + left).astype(np.float32)
+    return np.where(np.abs(left) <= np.abs(other), better, both)
 
 
 def numbers(rows: int = 64, columns: int = 512) -> Any:

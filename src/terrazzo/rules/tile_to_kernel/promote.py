@@ -22,14 +22,15 @@ from terrazzo.rules.tile.promoted import TOGETHER, few, groups, opens, scales
 from terrazzo.rules.tile_to_kernel.builder import Builder
 from terrazzo.rules.tile_to_kernel.multiply import Fragment
 
-NEARER = 2.9e-8
-"""Products of parts in float16 have 22 bits, and what a tensor core cuts off of their sums makes these 5.5e-8 smaller
-in the mean (H100, and emulated). Half of that is added with the sums of a few steps, and half to whole ones: less than
-2^-25 of a sum each time, so that one in which nothing was cut off, of whole numbers perhaps, stays what it is.
+CUT, MORE_CUT = 2.2e-8, 6.5e-8
+"""How much of a sum is added to it for what a tensor core cuts off of products of parts: of parts in bfloat16, whose
+products have 16 bits, and of those in float16, whose products have 22. Sums are 2.4e-8 and 5.2e-8 too small in the mean
+without it (of normal numbers; of numbers from 0 to 1 3.5e-8 and 8e-8, of those behind a ReLU 1e-8 and 5e-8: emulated),
+0.5e-8 and 0.8e-8 with it. It is more than what is cut off since additions that are exact stay so.
 """
-WHOLE = 2.2e-8
-"""Those of bfloat16 have 16 bits, and sums become 2.0e-8 to 2.7e-8 smaller (of normal numbers; of numbers from 0 to 1
-3.2e-8, of those behind a ReLU 1e-8: emulated), which is added to whole ones.
+MOST = 2.9e-8
+"""How much of a sum is added to it at once, at most: less than 2^-25, so that one of which nothing was cut off, of
+whole numbers perhaps, stays what it is.
 """
 
 
@@ -51,7 +52,8 @@ class Promotion:
         self.groups: list[dict[k.Registers, k.Registers]] = []  # the same of each group, where groups may be open
         self.held: dict[k.Registers, k.Registers] = {}  # those of a few steps, by the tile's
         self.together = TOGETHER
-        self.cut = False  # whether tensor cores cut off so much of their products that sums are brought nearer
+        self.often = False  # whether sums are brought nearer whenever those of a few steps are added, or in the end
+        self.by = 0.0  # of a sum, that is added to it then
         self.whole: IntExpr | None = None  # at least 0 where the last sums of a step make whole ones
 
     def prepare(
@@ -60,9 +62,10 @@ class Promotion:
         """What sums there are of a product with these in so many steps, the last of which is where `whole` is not
         negative, if there is one.
         """
-        self.cut = any(x.dtype is f16 for x in draft.products[p.sites[0]].operands)  # type: ignore[attr-defined]
-        if few(draft, plan, p, steps) and steps > together(steps, self.cut):
-            self.together = together(steps, self.cut)
+        self.often = any(x.dtype is f16 for x in draft.products[p.sites[0]].operands)  # type: ignore[attr-defined]
+        self.by, self.together = added(1, self.often), together(steps, self.often)
+        if few(draft, plan, p, steps) and steps > self.together:
+            self.by = added(-(-steps // self.together), self.often)
             self.held.update({x.place: self.like(x, "few", empty=True) for x in totals})
         elif p.promote and every_digit(scales(draft, p)):
             self.whole = whole
@@ -124,7 +127,7 @@ class Promotion:
             add = partial(self.more, self.held.get(total, total), part, scale)
             if ends and self.whole is not None and scale == 1:
                 self.builder.where([-1 - self.whole], add)
-                self.builder.where([self.whole], partial(self.each, total, partial(self.nearer, total, part, True)))
+                self.builder.where([self.whole], partial(self.each, total, partial(self.nearer, total, part)))
             else:
                 add()
 
@@ -147,25 +150,21 @@ class Promotion:
 
     def join(self, total: k.Registers, some: k.Registers, last: bool = False) -> None:
         """The sums of a few steps become part of the tile's, the last ones or others."""
-        if self.cut or last:
-            self.each(total, partial(self.nearer, total, some, last))
+        if self.often or last:
+            self.each(total, partial(self.nearer, total, some))
         else:
             self.more(total, some)
 
-    def nearer(self, total: k.Registers, some: k.Registers, last: bool, at: tuple[IntExpr, ...]) -> l.Store:
-        """Two sums added up, and rounded once that is larger by what was cut off of the second one, or in the end of
-        the whole: where that is less than half of what the sum is rounded to. What an addition left out is known but
-        for a rounding where the second sum is the larger one, which may be so of the last.
+    def nearer(self, total: k.Registers, some: k.Registers, at: tuple[IntExpr, ...]) -> l.Store:
+        """Two sums added up and brought nearer, rounded once. What an addition left out is known but for a rounding
+        where the second sum is the larger one.
         """
         one, other = l.Load(total, at), l.Load(some, at)
         both = self.builder.let(l.apply("add", one, other))
         left = self.builder.let(l.apply("sub", other, l.apply("sub", both, one)))
-        more = l.apply("mul", both if last else other, l.Literal(NEARER if self.cut else WHOLE, both.type))
+        more = l.apply("mul", both, l.Literal(self.by, both.type))
         better = l.apply("add", both, l.apply("add", more, left))
-        size = l.apply("abs", other)
-        sound = l.apply("le", l.apply("abs", left), size)  # which it is not of what is infinite or NaN
-        if not last:
-            sound = l.apply("and_", sound, l.apply("ge", l.apply("abs", both), size))
+        sound = l.apply("le", l.apply("abs", left), l.apply("abs", other))  # not where a sum is infinite or NaN
         return l.Store(total, at, l.apply("where", sound, better, both))
 
     def more(self, total: k.Registers, part: k.Registers, scale: float = 1.0) -> None:
@@ -188,6 +187,14 @@ def _times(place: k.Registers, at: tuple[IntExpr, ...], scale: float) -> l.Term:
     return held if scale == 1 else l.apply("mul", held, l.Literal(scale, place.type.dtype))
 
 
-def together(steps: int, cut: bool) -> int:
+def together(steps: int, often: bool) -> int:
     """Of so many steps, how many are added up by themselves. What is brought nearer is so only with sums of others."""
-    return min(2 * TOGETHER, max(steps // 4, 2)) if cut else TOGETHER
+    return min(2 * TOGETHER, max(steps // 4, 2)) if often else TOGETHER
+
+
+def added(sums: int, often: bool) -> float:
+    """How much of a sum is added to it when it is brought nearer: in the end, or as `often` as it gets another one of
+    so many sums of a few steps, with the second of which it is 2 / sums of the whole, and so on.
+    """
+    whole = sum(n / sums for n in range(2, sums + 1))
+    return min(MOST, MORE_CUT / max(whole, 1)) if often else CUT
