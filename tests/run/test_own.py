@@ -204,3 +204,20 @@ def f(y: {kind}):
     plan = make(program, {s: Entry(s.name, s.name, (*s.reads, *s.writes)) for s in program.steps})
     assert Plan.from_json(plan.to_json()) == plan
     assert [plan.slots[k].name for k in layout(plan, apart=True).own] == (["t"] if donated else [])
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_kernels_that_are_launched_at_once_let_go_of_what_is_donated(donated: bool) -> None:
+    """All that a group reads is there until it ends."""
+    kind = "donated(f32[1024, 1024])" if donated else "f32[1024, 1024]"
+    each = "".join(
+        f"""
+    with kernel('{r}', {r}=f32[1024, 1024]):
+        for i in free(1024):
+            for j in free(1024):
+                {r}[i, j] = exp({x}[j, i])"""
+        for r, x in (("a", "x"), ("b", "y"))
+    )
+    program = parse(f"@loop\ndef f(x: {kind}, y: {kind}):{each}\n    return (a, b)\n")
+    plan = make(program, {s: Entry(s.name, s.name, (*s.reads, *s.writes)) for s in program.steps})
+    assert runs(plan, layout(plan, apart=True)) == ([[0], [1]] if donated else [[0, 1]])
