@@ -295,3 +295,12 @@ def test_boxes_lie_along_rows_of_results(monkeypatch: pytest.MonkeyPatch) -> Non
     (said,) = {e.reason for e in found.log.events if e.rule == "boxes" and e.fired}
     *_, last = re.findall(r"\d+", said.partition(" by ")[0])
     assert int(last) >= 8, said
+
+
+def test_one_step_of_one_channel_is_no_sum() -> None:
+    """Phases would have nothing to sum up."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 1, 2, 3), torch.randn(1, 2, 3, 3)
+    found = lowered(lambda x, w: F.conv_transpose2d(x, w, stride=(5, 4), dilation=(2, 3)), (x, w), "sm_90a")
+    exact = found.fn(x.double(), w.double())
+    np.testing.assert_allclose(found.simulated()[0], exact, atol=1e-5)

@@ -22,6 +22,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
         lambda x, w: F.conv_transpose1d(x, w, stride=8, padding=3, output_padding=2), (2, 1, 30), (1, 1, 21),
     ),
     "fewer taps than lie between points": (lambda x, w: F.conv_transpose1d(x, w, stride=8), (2, 1, 30), (1, 1, 5)),
+    "fewer in one dimension": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=(5, 2), dilation=(2, 1)), (2, 1, 3, 9), (1, 1, 3, 4),
+    ),
     "dilated": (lambda x, w: F.conv_transpose1d(x, w, stride=5, dilation=3), (2, 1, 30), (1, 1, 12)),
     "each channel by itself": (
         lambda x, w: F.conv_transpose2d(x, w, stride=(2, 3), padding=1, groups=4), (2, 4, 9, 8), (4, 1, 4, 5),

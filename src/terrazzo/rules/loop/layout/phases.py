@@ -228,6 +228,8 @@ def in_phases(kernel: l.Kernel, names: Set[str]) -> list[Steps]:
     own = {x.phases[0].rests.step: x.turn for x in turns if not x.ends}
     walked: list[Any] = [x.turn for x in turns if x.ends]  # of which not all are taken
     walked += [own.get(r, r) for r in steps if r in own or r not in gone]
+    if not walked:  # points see one step of one channel, so that nothing is summed
+        return []
     inner = sorted(walked, key=lambda r: (all(r is not x.turn for x in turns), r.extent))
     two = {y.rests.point: (y.among, y.phase) for y in found}
     axes = tuple(b for a in kernel.axes for b in two.get(a, (a,)))

@@ -11,7 +11,7 @@ from typing import Any
 from terrazzo.ir.address import coefficient
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
-from terrazzo.ir.expr import Expr, FloorDiv, Mod, Var, floordiv, mod
+from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, floordiv, mod
 from terrazzo.ir.node import substitute, topological, transform
 from terrazzo.ir.sites import product
 from terrazzo.rewrite.rule import Event, Log
@@ -85,14 +85,17 @@ def _whole(reduce: l.Reduce) -> Any:
         for r in left:
             c = coefficient(m.a, r)
             if isinstance(c, int) and c and isinstance(r.extent, int) and isinstance(m.b, int) and gcd(c, m.b) == 1:
-                turn = Var(l.fresh_name(), -(-r.extent // m.b))
+                turns = -(-r.extent // m.b)
+                turn = Var(l.fresh_name(), turns) if turns > 1 else 0
                 arg = _without_rest(arg, m, r, c, turn)
-                left = [turn if a is r else a for a in left]
+                left = [turn if a is r else a for a in left if a is not r or turns > 1]
                 break
-    return reduce if left == list(axes) else l.Reduce.make(reduce.monoid, tuple(left), (arg,))
+    if left == list(axes):
+        return reduce
+    return l.Reduce.make(reduce.monoid, tuple(left), (arg,)) if left else arg
 
 
-def _without_rest(arg: Any, m: Mod, r: Any, c: int, turn: Var) -> Any:
+def _without_rest(arg: Any, m: Mod, r: Any, c: int, turn: IntExpr) -> Any:
     """A term at the steps r at which c * r + (what else there is) is a multiple of s, one after the other."""
     s: Any = m.b
     rest = m.a - c * r
