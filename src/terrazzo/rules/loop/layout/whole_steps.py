@@ -80,7 +80,7 @@ def _whole(reduce: l.Reduce) -> Any:
     if reduce.monoid.name != "sum":
         return reduce
     axes, (arg,) = l.open_binder(reduce)
-    left = list(axes)
+    left: list[Any] = [*axes]
     for m in sorted(_rests(arg), key=str):
         for r in left:
             c = coefficient(m.a, r)
@@ -90,7 +90,7 @@ def _whole(reduce: l.Reduce) -> Any:
                 arg = _without_rest(arg, m, r, c, turn)
                 left = [turn if a is r else a for a in left if a is not r or turns > 1]
                 break
-    if left == list(axes):
+    if left == [*axes]:
         return reduce
     return l.Reduce.make(reduce.monoid, tuple(left), (arg,)) if left else arg
 
