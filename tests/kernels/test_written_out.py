@@ -22,6 +22,7 @@ FEW: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "in batches": (lambda x, w: x @ w.transpose(1, 2), ((3, 2, 20000), (3, 3, 20000))),
     "two axes of rows": (lambda x, w: torch.einsum("abk,ck->abc", x, w), ((2, 2, 60000), (3, 60000))),
     "of what is computed on its way": (lambda x, w: torch.tanh(x) @ torch.exp(w).T, ((2, 40000), (4, 40000))),
+    "ten columns": (lambda x, w: x.T @ w, ((200000, 8), (200000, 10))),
     "and what follows": (lambda x, w: torch.tanh(x @ w.T) + 1, ((2, 40000), (2, 40000))),
 }
 
@@ -55,3 +56,10 @@ def test_few_results_of_many_steps_are_sums_beside_each_other(name: str) -> None
 def test_others_are_not(shapes: tuple[tuple[int, ...], ...]) -> None:
     """Few steps, many results, vectors."""
     assert not sums(lowered(lambda x, w: x @ w.T, shapes))
+
+
+def test_many_sums_beside_each_other_are_in_pieces() -> None:
+    """What adds up the pieces of 80 sums takes an element at a time: several of each would not fit in registers."""
+    fn, shapes = FEW["ten columns"]
+    names = [s.name for s in lowered(fn, shapes).at("tile").loop.steps]
+    assert names == ["mm_sums_part", "mm_sums", "mm"]

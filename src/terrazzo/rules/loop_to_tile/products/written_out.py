@@ -13,8 +13,8 @@ from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, i64
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
 
-MOST = 48
-"""Results that are written out: each is a sum in a register of every thread."""
+MOST = 96
+"""Results that are written out: each is a sum in a register of every thread, of which threads of 16 warps have 128."""
 DEPTH = 64
 """Steps for each result, at least: fewer are no work for many blocks, which meet in the end."""
 

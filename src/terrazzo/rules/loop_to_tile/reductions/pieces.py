@@ -19,7 +19,9 @@ from terrazzo.rules.loop_to_tile.reductions.split import split
 from terrazzo.rules.loop_to_tile.walked import threads
 from terrazzo.rules.loop_to_tile.walked.collapse import collapse
 from terrazzo.rules.loop_to_tile.walked.threads import size_of
+from terrazzo.rules.tile.complete import Refused
 from terrazzo.rules.tile.draft import axis_name
+from terrazzo.rules.tile_to_kernel.lower import derived
 
 
 def in_pieces(
@@ -60,8 +62,10 @@ def added_up(kernel: l.Kernel, gpu: Gpu) -> Candidate:
 
 
 def meeting(kernel: l.Kernel, gpu: Gpu) -> Chosen:
-    """What brings partial states together."""
-    return kernel, reductions.reduction(kernel, gpu), "finish", "partial states meet, in order"
+    """What brings partial states together, in the first way that can be built: many need a thread's registers."""
+    ways = [way for way, *_ in together(kernel, gpu)]
+    built = (x for x in ways if not isinstance(derived(kernel, x, gpu), Refused))
+    return kernel, next(built, ways[0]), "finish", "partial states meet, in order"
 
 
 def together(kernel: l.Kernel, gpu: Gpu) -> Iterator[tuple[Schedule, str, str]]:
