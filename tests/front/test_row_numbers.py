@@ -118,6 +118,23 @@ def test_rows_of_gradients_add_up_to_nothing_where_that_is_asked_for(dtype: torc
     assert error(exact) <= error(trained(written_out, given)) < error(rounded) / 2
 
 
+@pytest.mark.parametrize("apart", [0.0, 1.0, 30.0])
+def test_what_values_have_in_common_has_no_error_in_float32(apart: float) -> None:
+    """Regions of an image that are much alike, for one: the gradient of weights, and what its rows are summed to, had
+    an error of all of the values, and keys were multiplied by it.
+    """
+    torch.manual_seed(0)
+    common = torch.randn(2, WIDTH)
+    given = [torch.randn(2, 2, 64, WIDTH), *(torch.randn(2, 2, 19, WIDTH) + apart * x for x in common)]
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return torch.softmax(q @ k.mT * WIDTH**-0.5, -1) @ v
+
+    ours, eager, right = kept(run, given)[0], trained(run, given), trained(run, [x.double() for x in given])
+    for a, b, c in zip(ours, eager, right, strict=True):
+        assert (a - c).norm() <= 1.6 * (b - c).norm()
+
+
 def test_rows_that_see_nothing_give_nothing_of_what_values_have_in_common() -> None:
     """Weights that are all 0 beside those that are taken around their mean in the same graph."""
     torch.manual_seed(0)

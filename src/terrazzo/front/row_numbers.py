@@ -90,7 +90,10 @@ def _rewrite(
     made = _made(results, whole)
     dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1, nor do those of hidden rows
     kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
-    if exactly and whole is found.softmax and not dropped and kind is not None:
+    inward, add_up = found.above, whole is found.softmax and not dropped
+    if add_up and _kinds(results) == {torch.float32}:
+        inward, stored, more = _both_around_mean(graph, results, inward, again)
+    elif add_up and exactly and kind is not None:
         results, stored, more = _around_mean(graph, results, kind, again)
         made |= {results}
     else:
@@ -98,7 +101,7 @@ def _rewrite(
     last = Nodes(graph, found.end)
     summed = last.add(aten.sum.dim_IntList, last.add(aten.mul.Tensor, gradient, more), [-1], True)
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
-    end = last.add(aten.mul.Tensor, whole, last.add(aten.sub.Tensor, found.above, summed))
+    end = last.add(aten.mul.Tensor, whole, last.add(aten.sub.Tensor, inward, summed))
     found.end.replace_all_uses_with(end)
     if kind is torch.float16:
         for node in {whole, *made} - {results}:
@@ -188,6 +191,30 @@ def _around_mean(graph: Any, results: Any, dtype: Any, again: set[Any]) -> tuple
     results.replace_all_uses_with(whole)
     again |= {added, far, whole}
     return product, {rounded, middle}, whole
+
+
+def _both_around_mean(graph: Any, results: Any, inward: Any, again: set[Any]) -> tuple[Any, set[Any], Any]:
+    """Results in float32 as means of how far values are from what they have in common, and the gradient of the weights
+    as a product with these: neither has an error of what values have in common, which the rows of the scores' gradient
+    would not add up to 0 for, so that what keys have in common would be multiplied by it. The gradient of the weights,
+    what is kept, and what the rows are summed from.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    (weights, values), before = results.args, Nodes(graph, results)
+    middle = _in_common(before, values, results.meta["val"].dtype)
+    apart = before.add(aten.sub.Tensor, values, middle)
+    product = before.add(aten.bmm.default, weights, apart)
+    whole = before.add(aten.add.Tensor, product, middle)
+    results.replace_all_uses_with(whole)
+    old = _seen(inward)
+    after = Nodes(graph, old)
+    turned = after.add(aten.permute.default, apart, [0, 2, 1])
+    new = after.add(aten.bmm.default, old.args[0], turned)
+    old.replace_all_uses_with(new)
+    again |= {whole, apart, turned}
+    return new if inward is old else inward, {product, middle}, product
 
 
 def _in_common(nodes: Nodes, values: Any, dtype: Any) -> Any:

@@ -36,6 +36,7 @@ from terrazzo.rules.loop.attention.weights import apart as taken_off
 from terrazzo.rules.loop.definitions import in_order
 from terrazzo.rules.loop.folding.fold import folded, negated
 from terrazzo.rules.loop.fusion.inline import axes_at, inline, unproved
+from terrazzo.rules.loop.fusion.results_after import in_two
 from terrazzo.rules.loop.judging import Price, Refusal, dearer
 from terrazzo.rules.loop.layout.lookups import operands_stored
 
@@ -62,6 +63,7 @@ def online(
     steps = ChainSteps(program)
     made_of: dict[tuple[l.Kernel, ...], l.Kernel | None] = {}
     told: set[l.Kernel] = set()  # those whose masks others make again
+    apart: dict[l.Kernel, list[l.Kernel]] = {}  # chains with results that are made after them
     for last in [s for s in program.steps if isinstance(s, l.Kernel)]:
         found = kernels_between(steps, last)
         if not found:
@@ -78,18 +80,22 @@ def online(
             )
             continue
         dear = partial(dearer, made, (*found[::-1], last), price)
-        if why := steps.around(found[0], last) or unproved([made]) or refusal(made) or dear():
+        alone = in_two(made) if len(made.stores) > 1 and refusal(made) else None  # what it makes of a result is apart
+        refused = refusal(alone[0] if alone else made)
+        if why := steps.around(found[0], last) or unproved([made]) or refused or dear():
             log.add(Event(PASS, "softmax_into_product", last.name, False, why))
             continue
         steps.replace(found, last, made)
+        apart |= {made: alone} if alone else {}
         names = " and ".join(kernel.name for kernel in found[::-1])
         log.add(Event(PASS, "softmax_into_product", last.name, True, f"{names} became part of it"))
         makers = dict.fromkeys(known_masks.values())
         told |= {*makers}
-        log.applied(PASS, "softmax_into_product", last.name, [*makers, *found[::-1], last], [*makers, made])
+        parts = [*found[::-1], last], alone or [made]
+        log.applied(PASS, "softmax_into_product", last.name, [*makers, *parts[0]], [*makers, *parts[1]])
     masks_read = {b for s in steps.made.values() for b in s.reads} | {*program.results}
     left = [s for s in steps.made.values() if s not in told or masks_read & {*s.writes}]
-    return in_order(program, left)
+    return in_order(program, [x for s in left for x in apart.get(s, (s,))])
 
 
 @per_node
@@ -117,10 +123,10 @@ def _values_stored(program: l.Program, log: Log) -> l.Program:
 
 
 def _computed(x: Any, weights: set[l.Buffer]) -> bool:
-    """Whether an operand in 16 bits is no load, and made of no weights."""
+    """Whether an operand is no load, and made of no weights."""
     terms = topological([x])
     made = not isinstance(x, l.Load) and not any(isinstance(y, l.Reduce | l.Scan) for y in terms)
-    return made and x.dtype.size == 2 and not any(isinstance(y, l.Load) and y.buffer in weights for y in terms)
+    return made and x.dtype.size <= 4 and not any(isinstance(y, l.Load) and y.buffer in weights for y in terms)
 
 
 class ChainSteps:

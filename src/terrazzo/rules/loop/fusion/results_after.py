@@ -79,7 +79,7 @@ def results_after(program: l.Program, log: Log, price: Price) -> l.Program:
     """
     steps: list[l.Kernel | l.Call] = []
     for s in program.steps:
-        made = _in_two(s) if isinstance(s, l.Kernel) and len(s.stores) > 1 and chain(s) is not None else None
+        made = in_two(s) if isinstance(s, l.Kernel) and len(s.stores) > 1 and chain(s) is not None else None
         if not isinstance(s, l.Kernel) or made is None:
             steps.append(s)
             continue
@@ -92,7 +92,7 @@ def results_after(program: l.Program, log: Log, price: Price) -> l.Program:
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
 
 
-def _in_two(kernel: l.Kernel) -> list[l.Kernel] | None:
+def in_two(kernel: l.Kernel) -> list[l.Kernel] | None:
     """A kernel without what it makes of another of its results, and a kernel of that; None where there is none."""
     for first in kernel.stores:
         load = l.Load.make(first.buffer, first.index)
