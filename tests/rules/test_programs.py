@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from tests.fuzz.judge import Judge
 from tests.fuzz.programs import tensor_programs
 from tests.harness import assert_round_trip, random_inputs, run
 
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.program import Program
-from terrazzo.ir.text import show
+from terrazzo.ir.text import parse, show
 from terrazzo.ir.verify import verify
 from terrazzo.rewrite.rule import Choice, Log, cheapest
 from terrazzo.rules.loop.cost import Rates
@@ -45,8 +45,19 @@ def test_lifting(program: Program) -> None:
     assert_right(Judge(program, random_inputs(program.inputs)), lifted)
 
 
+RESHAPED = """@tensor
+def f(x: f32[3, 2], y: f32[1, 2]):
+    a: f32[1, 2] = exp(y)
+    b: f32[3, 2] = index_map(lambda i0, i1: a[0, i1])
+    t: f32[3, 2] = mul(x, b)
+    z: f32[2, 3] = index_map(lambda i0, i1: t[(i0 * 3 + i1) // 2, (i0 * 3 + i1) % 2])
+    return (t, z)
+"""
+
+
 @slow
 @given(tensor_programs(opaque=False))
+@example(parse(RESHAPED))
 def test_fusion(program: Program) -> None:
     """Whatever a policy decides, even the worst, is the same program."""
     lifted, judge = lift(program), Judge(program, random_inputs(program.inputs))

@@ -139,7 +139,7 @@ def test_kernels_that_are_launched_at_once(tmp_path: Path, monkeypatch: pytest.M
     """
     made: list[int] = []
 
-    def graph(machine: Any, launches: list[Any], places: list[Any]) -> Any:
+    def graph(machine: Any, launches: list[Any], places: list[Any], addresses: memoryview) -> Any:
         made.append(len(launches))
         return together(launches, places)
 

@@ -15,7 +15,7 @@ from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import Type, bool_, i32, i64
 from terrazzo.rewrite.rule import Rule, need
 from terrazzo.rules.torch_to_tensor.common import aten, normalize, result
-from terrazzo.rules.torch_to_tensor.families import inverts, sorting
+from terrazzo.rules.torch_to_tensor.families import inverts
 from terrazzo.rules.torch_to_tensor.view import reshaped
 
 LONGEST = 1024
@@ -23,22 +23,20 @@ LONGEST = 1024
 
 
 @aten("sort.default", "sort.stable")
-def sort_of_an_order(node: Aten, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """The order that a sort gave, sorted again: each place once, and its inverse, which is written where the order
-    says. It is ranks in argsort(argsort(x)), and the way of tokens back from their experts.
-    """
-    shape = x.type.shape
-    need(inverts(node, x), "it is no order that PyTorch gave by sorting this dimension")
-    axis = normalize(sorting(node)[0], len(shape))
-    places = t.iota(shape, t.coordinates(shape)[axis])
-    zeros = t.literal(0, i64, shape)
-    return places, t.Opaque("aten.scatter.src", (zeros, axis, x, places), (), Type(i64, shape))
-
-
-@aten("sort.default", "sort.stable")
 def sort(node: Aten, x: Any, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> Any:
-    """The elements along a dimension in order, and where they stand."""
-    return _first(x, normalize(dim, x.type.rank), result(node, 0).shape, descending)
+    """The elements along a dimension in order, and where they stand. An order that PyTorch gave by sorting has each
+    place once, and is sorted by its inverse, which is written where the order says: ranks, in argsort(argsort(x)), and
+    the way of tokens back from their experts.
+    """
+    axis = normalize(dim, x.type.rank)
+    return _inverse(x, axis) if inverts(node, x) else _first(x, axis, result(node, 0).shape, descending)
+
+
+def _inverse(order: Any, axis: int) -> Any:
+    """The places along a dimension, and where an order has them."""
+    shape = order.type.shape
+    places, zeros = t.iota(shape, t.coordinates(shape)[axis]), t.literal(0, i64, shape)
+    return places, t.Opaque("aten.scatter.src", (zeros, axis, order, places), (), Type(i64, shape))
 
 
 @aten("topk.default")
@@ -138,4 +136,4 @@ def _standing(x: Any, axis: int, before: Any, numbers: Any) -> Any:
     return t.index_map(x, shape, at), places
 
 
-RULES: tuple[Rule, ...] = (sort_of_an_order, sort, topk, kthvalue, median, nanmedian)
+RULES: tuple[Rule, ...] = (sort, topk, kthvalue, median, nanmedian)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from terrazzo.ir.address import axis_digits, coefficient, digit, upwards
+from terrazzo.errors import UserError
+from terrazzo.ir.address import axis_digits, coefficient, digit, flatten, upwards
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.scalar import is_cast
 from terrazzo.ir.expr import Bound, Expr, IntExpr, Loaded, Var, at_least
 from terrazzo.ir.node import Node, rebuilt, substitute, topological, transform
-from terrazzo.ir.types import i64
+from terrazzo.ir.types import Type, i64
 from terrazzo.ir.verify import kernel_problem
 
 Replace = Callable[[l.Load], Any]
@@ -62,14 +63,22 @@ def element(
 
 def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
     """What the axes of a kernel are where it stores the element at `index`. Axes may be stored merged and taken apart,
-    as a0 * 12 + a1 // 4: digits of the index are digits of them. One may be stored from the end, as 11 - a0.
+    as a0 * 12 + a1 // 4: digits of the index are digits of them. One may be stored from the end, as 11 - a0. Several
+    may be one number, of which dimensions are the digits: (a0 * 3 + a1) // 2 and (a0 * 3 + a1) % 2.
     """
     found: dict[Any, IntExpr] = {}
-    if all(isinstance(e, Var) and e.extent == n for e, n in zip(store.index, store.buffer.type.shape, strict=True)):
+    shape = store.buffer.type.shape
+    if all(isinstance(e, Var) and e.extent == n for e, n in zip(store.index, shape, strict=True)):
         return dict(zip(store.index, index, strict=True))
     digits = axis_digits(store.index)
-    for whole, at, extent in zip(store.index, index, store.buffer.type.shape, strict=True):
+    dims: list[Any] = list(zip(store.index, index, shape, strict=True))
+    if any(_tangled(substitute(upwards(whole, extent), digits)) for whole, _, extent in dims):
+        rows = Type(store.buffer.type.dtype, shape)
+        dims = [(flatten(store.index, rows.element_strides), flatten(index, rows.element_strides), rows.numel)]
+    for whole, at, extent in dims:
         e = substitute(upwards(whole, extent), digits)
+        if _tangled(e):
+            raise UserError(f"{store.buffer.name} is stored at {whole}, from which no axis follows")
         at = at if upwards(whole, extent) is whole else extent - 1 - at
         for v in e.free if isinstance(e, Expr) else ():
             place: Any = coefficient(e, v)
@@ -79,6 +88,11 @@ def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
         if v in found:  # and not only a part of another digit
             found[axis] = found.pop(v) * place + found.get(axis, 0)
     return found
+
+
+def _tangled(e: IntExpr) -> bool:
+    """Whether an index is no sum of multiples of variables."""
+    return isinstance(e, Expr) and any(coefficient(e, v) is None for v in e.free)
 
 
 def _dividing_only(value: Any, inside: Sequence[IntExpr]) -> Any:
