@@ -111,3 +111,24 @@ def test_what_has_two_names_is_kept_by_one() -> None:
     exact, _ = trained(call, torch.float64)
     for ours, truth in zip(found, exact, strict=True):
         assert float((ours.double() - truth).norm()) <= 1e-6 * float(truth.norm())
+
+
+def test_what_is_written_later_is_kept_as_it_was() -> None:
+    """A copy of a buffer that the call changes after it: the buffer itself is another tensor by then."""
+    torch._dynamo.reset()
+    options = {"target": "interpreter", "strict": True}
+
+    class Counted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.arange(32.0) + 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            before, rows = self.count.clone(), self.count.view(8, 4).clone()
+            y = x * before + (x.view(8, 4) * rows).view(32)
+            self.count.add_(1)
+            return y
+
+    x = torch.ones(32, requires_grad=True)
+    torch.compile(Counted(), backend="terrazzo", options=options)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * (torch.arange(32.0) + 1))

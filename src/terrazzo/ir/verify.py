@@ -25,7 +25,7 @@ from terrazzo.ir.dialects import kernel, tile
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects import torch as aten
-from terrazzo.ir.dialects.scalar import is_cast
+from terrazzo.ir.dialects.scalar import COMPARISONS, is_cast
 from terrazzo.ir.expr import Expr, IntExpr, Loaded, Var, at_least, bounds
 from terrazzo.ir.node import Node, per_node, substitute, topological
 from terrazzo.ir.program import Input, Program
@@ -199,10 +199,6 @@ def term_problem(node: Node) -> str:
     if (d := _leaves(node.index, node.buffer.type, node.inside)) is not None:
         return f"the load {node} may leave dimension {d} of {node.buffer.type}"
     return ""
-
-
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-"""The functions of scalars that compare two."""
 
 
 def _orders_what_it_computes(x: Node) -> bool:

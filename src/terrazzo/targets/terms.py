@@ -11,7 +11,7 @@ from terrazzo.errors import CompilerBug
 from terrazzo.ir.address import flatten
 from terrazzo.ir.dialects import kernel as k
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.dialects.scalar import CASTS
+from terrazzo.ir.dialects.scalar import CASTS, COMPARISONS
 from terrazzo.ir.expr import FloorDiv, IntExpr, Loaded, Mod, Sum, at_least, bounds, comparison
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.ranges import Range, stays
@@ -186,7 +186,6 @@ def guard(inside: Iterable[IntExpr], scope: Scope) -> str:
 
 
 _WRAPPING = ("add", "sub", "mul", "neg")
-_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def _short(x: Any, scope: Scope) -> str:
@@ -230,6 +229,6 @@ def apply(x: l.Apply, scope: Scope) -> str:
         return f"tz_{x.fn.name}({', '.join(args)})"
     if scope.notes_zero and l.may_divide_by_zero(x):
         args[1] = f"tz_divisor({args[1]}, bad)"
-    if scope.notes_zero and x.fn.name in _COMPARING and all(shorter := [_short(a, scope) for a in x.args]):
+    if scope.notes_zero and x.fn.name in COMPARISONS and all(shorter := [_short(a, scope) for a in x.args]):
         args = shorter
     return x.fn.c.format(*args, f="f" if first.name == "f32" else "", t=c_type(first))

@@ -218,6 +218,9 @@ def _cast(to: DType) -> Scalar:
     return Scalar(to.name, 1, lambda a: to, numpy, f"tz_cast<{to.name}>({{0}})", 1)
 
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+"""The functions that compare two."""
+
 DIVISIONS = frozenset({"floordiv", "truncdiv", "mod", "fmod"})
 """Of whole numbers by zero these give 0, or any number, where PyTorch raises on a CPU: so does what runs there."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.ir.dialects import scalar
 from terrazzo.ir.dialects import tensor as t
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import bool_
@@ -22,7 +23,7 @@ def _compare(name: str) -> Rule:
     return Rule(name, rule.keys, rule.rewrite, f"x {name} y, compared in the promoted type.")
 
 
-COMPARISONS = tuple(map(_compare, ("eq", "ne", "lt", "le", "gt", "ge")))
+COMPARISONS = tuple(map(_compare, scalar.COMPARISONS))
 
 
 def truth(x: Any, shape: Any) -> Any:
