@@ -181,6 +181,9 @@ def test_the_axes_at_which_an_element_is_stored() -> None:
         (c, one * 3 + b, a),
         (a // 2, (b * 2 + a % 2) * 2 + c),
         (a % 2, b * 4 + c * 2 + a // 2, one),
+        (3 - a, b, c),
+        (b, a * 2 - c + 1),
+        (b * 8 - (a % 2) * 4 + c * 2 + 4 - a // 2 + 1,),
     ]
     for index in stores:
         shape = tuple((bounds(e)[1] or 0) + 1 for e in index)

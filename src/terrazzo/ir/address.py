@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.errors import UserError
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Sum, Var, floordiv, terms_of
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import Node, substitute, topological
 
 
 def evaluate(e: IntExpr, env: Mapping[Expr, Any]) -> Any:
@@ -105,12 +105,13 @@ def axis_digits(index: tuple[IntExpr, ...]) -> dict[Expr, Var]:
     return found
 
 
-def upwards(e: IntExpr, extent: IntExpr) -> IntExpr:
-    """An index along a dimension, or, where it is counted down from the end, what it is counted down by: a0 for 7 - a0
-    of 8.
+def upwards(e: IntExpr) -> tuple[IntExpr, frozenset[Expr]]:
+    """An index in which each axis that it counts down by is counted up, and these axes: a0 * 8 + a1, and a1, for
+    a0 * 8 + 7 - a1, where a1 counts to 8.
     """
-    down = isinstance(e, Expr) and all(isinstance(c, int) and c < 0 for factors, c in terms_of(e).items() if factors)
-    return extent - 1 - e if down else e
+    free = e.free if isinstance(e, Expr) else frozenset()
+    down = {v: v.extent - 1 - v for v in free if isinstance(c := coefficient(e, v), int) and c < 0}
+    return substitute(e, down), frozenset(down)
 
 
 def flatten(index: tuple[IntExpr, ...], strides: tuple[IntExpr, ...]) -> IntExpr:

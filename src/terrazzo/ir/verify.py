@@ -241,10 +241,9 @@ def _place(e: Expr, v: Any) -> tuple[int, int]:
 
 
 def _stores_all(store: l.Store) -> str:
-    """Each dimension is counted by axes, or digits of axes, of its own, one perhaps from the end: every element is
-    stored exactly once. Over
-    something else a dimension may be counted from some place on, or be a place that follows from what others count by,
-    or that data says: every element is stored at most once.
+    """Each dimension is counted by axes, or digits of axes, of its own, each perhaps from the end: every element is
+    stored exactly once. Over something else a dimension may be counted from some place on, or be a place that follows
+    from what others count by, or that data says: every element is stored at most once.
     """
     own = [(e, n) for e, n in zip(store.index, store.buffer.type.shape, strict=True) if not (e == 0 and n == 1)]
     axes = {e for e, n in own if isinstance(e, Var) and e.extent == n}
@@ -257,7 +256,7 @@ def _stores_all(store: l.Store) -> str:
     used: set[Any] = set()
     later: list[tuple[int, IntExpr]] = []
     for d, (whole, extent) in enumerate(zip(store.index, store.buffer.type.shape, strict=True)):
-        e = substitute(upwards(whole, extent), digits)
+        e, _ = upwards(substitute(whole, digits))
         radix: IntExpr = 1
         counted: IntExpr = 0
         mine = sorted(e.free, key=partial(_place, e)) if isinstance(e, Expr) else []

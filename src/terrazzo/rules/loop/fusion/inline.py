@@ -63,8 +63,9 @@ def element(
 
 def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
     """What the axes of a kernel are where it stores the element at `index`. Axes may be stored merged and taken apart,
-    as a0 * 12 + a1 // 4: digits of the index are digits of them. One may be stored from the end, as 11 - a0. Several
-    may be one number, of which dimensions are the digits: (a0 * 3 + a1) // 2 and (a0 * 3 + a1) % 2.
+    as a0 * 12 + a1 // 4: digits of the index are digits of them. One may be stored from the end, as 11 - a0, or
+    a0 * 12 + 11 - a1. Several may be one number, of which dimensions are the digits: (a0 * 3 + a1) // 2 and
+    (a0 * 3 + a1) % 2.
     """
     found: dict[Any, IntExpr] = {}
     shape = store.buffer.type.shape
@@ -72,17 +73,17 @@ def axes_at(store: l.Store, index: tuple[IntExpr, ...]) -> dict[Any, IntExpr]:
         return dict(zip(store.index, index, strict=True))
     digits = axis_digits(store.index)
     dims: list[Any] = list(zip(store.index, index, shape, strict=True))
-    if any(_tangled(substitute(upwards(whole, extent), digits)) for whole, _, extent in dims):
+    if any(_tangled(substitute(whole, digits)) for whole, _, _ in dims):
         rows = Type(store.buffer.type.dtype, shape)
         dims = [(flatten(store.index, rows.element_strides), flatten(index, rows.element_strides), rows.numel)]
     for whole, at, extent in dims:
-        e = substitute(upwards(whole, extent), digits)
+        e, down = upwards(substitute(whole, digits))
         if _tangled(e):
             raise UserError(f"{store.buffer.name} is stored at {whole}, from which no axis follows")
-        at = at if upwards(whole, extent) is whole else extent - 1 - at
         for v in e.free if isinstance(e, Expr) else ():
             place: Any = coefficient(e, v)
-            found[v] = at // place if place * v.extent == extent else at // place % v.extent
+            up = at // place if place * v.extent == extent else at // place % v.extent
+            found[v] = v.extent - 1 - up if v in down else up
     for e, v in digits.items():
         axis, place, _ = digit(e)
         if v in found:  # and not only a part of another digit
