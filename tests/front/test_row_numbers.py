@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -272,3 +273,21 @@ def test_what_is_hidden_weighs_nothing_where_rows_have_two_numbers() -> None:
     (power,) = store.value.args[1].args
     assert power.fn.name == "mul" and [power.args[0].fn.name, power.args[0].args[0].fn.name] == ["sub", "sub"]
     assert isinstance(power.args[0].args[0].args[0], l.Load)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_temperature_that_is_learned_has_rows_that_add_up_to_nothing(masked: bool) -> None:
+    """Its gradient multiplies every row of the scores' gradient by products, which have much in common: in float32 rows
+    are summed from what they are to cancel, as in eager mode. A constant has no gradient.
+    """
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+
+    def run(q: Any, k: Any, v: Any, temperature: Any) -> Any:
+        scores = q @ k.transpose(-1, -2) * temperature.exp()
+        return torch.softmax(scores.masked_fill(hidden, -math.inf) if masked else scores, -1) @ v
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 4, TOKENS, WIDTH) for _ in range(3)]
+    temperature = torch.rand(4, 1, 1)
+    assert kept(run, [*given, temperature])[1] == 0
+    assert kept(lambda *x: run(*x, temperature), given)[1] == 1
