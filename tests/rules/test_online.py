@@ -93,6 +93,25 @@ def test_kernels_that_store_more_of_a_row_are_joined_where_nobody_makes_somethin
     assert [e.fired for e in log.events] == [True]
 
 
+COSINES = """
+                    v1 = index(r0)
+                    v4 = f32(v1)
+                    v5 = index(a1)
+                    v6 = f32(v5)
+                    v7 = mul(v4, v6)
+                    v8 = cos(v7)
+                    v9 = bf16(v8)
+                    v10 = f32(v9)
+                    v2 = mul(v0, v10)"""
+
+
+def test_values_that_are_functions_of_places_are_stored_first() -> None:
+    read = re.compile(r"\n +in1 = values.*\n.*\n.*mul\(v0, v1\)")
+    assert len(read.findall(BESIDE)) == 1
+    done = online(parse(read.sub(COSINES, BESIDE)), Log(), lambda kernel: "")
+    assert [s.name for s in done.steps] == ["out_places", "out", "values"]
+
+
 def test_steps_that_read_each_other_have_no_order() -> None:
     program = parse(BESIDE)
     scores, weights, values, out = program.steps

@@ -273,7 +273,8 @@ def operands_stored(
             walked = walked if places else _in_order(walked, x)
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
             value = substitute(whole, dict(zip(walked, axes, strict=True)))
-            name = f"{kernel.name}_{_read(x).buffer.name}"
+            load = _read(x)
+            name = f"{kernel.name}_{load.buffer.name if load else 'places'}"
             if value not in known:
                 if name in names or name in [k.name for k in made]:
                     return None
@@ -304,16 +305,19 @@ def _long(c: Contraction) -> tuple[Any, ...]:
     return tuple(x for x in c.operands if strewn(x, steps)) if long else ()
 
 
-def _read(x: Any) -> l.Load:
-    """What an operand is made of: the load that it is, or its first one."""
-    return x if isinstance(x, l.Load) else loads(x)[0]
+def _read(x: Any) -> l.Load | None:
+    """What an operand is made of: the load that it is, or its first one. None for a function of places, as a table of
+    cosines.
+    """
+    return x if isinstance(x, l.Load) else next(iter(loads(x)), None)
 
 
 def _in_order(axes: list[Any], x: Any) -> list[Any]:
     """Axes as memory runs through them in what a term reads, where it does along them all. What data says where to find
     is as far apart as what lies beside it in its dimension.
     """
-    load = _read(x)
+    if (load := _read(x)) is None:
+        return axes
     strides = load.buffer.type.element_strides
     place = flatten(load.index, strides)
 
