@@ -13,14 +13,20 @@ import torch.nn.functional as F
 from tests.kernels.programs import lowered
 
 from terrazzo.front.capture import capture
+from terrazzo.interp import kernel as simulator
+from terrazzo.ir.parse import parse
 from terrazzo.options import Options
-from terrazzo.pipelines import lowering
+from terrazzo.pipelines import Lowering, lowering
 
 
 def told(fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """Why the kernels of a product are as they are."""
     given = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-    done = lowering(capture(fn, given, {}).program, Options(target="sm_90a", libraries="never"))
+    return reasons(lowering(capture(fn, given, {}).program, Options(target="sm_90a", libraries="never")))
+
+
+def reasons(done: Lowering) -> list[str]:
+    """Why tiles are as they are."""
     return [e.reason for e in done.log.events if e.pass_name == "schedule" and e.rule == "tile"]
 
 
@@ -42,6 +48,42 @@ def test_a_step_is_as_long_as_its_sum() -> None:
     assert "32 x 32 x 20 on CUDA cores" in why
     (why,) = told(F.linear, (200000, 33), (20, 33), dtype=torch.float32)
     assert " x 20 on" not in why
+
+
+PAIRS = """
+@loop
+def f(x: f32[{m}, 5, 5], w: f32[5, 5, 5]):
+    with kernel('y', y=f32[{m}, 5]):
+        for a0 in free({m}):
+            for a1 in free(5):
+                for r0, r1 in reduce(5, 5):
+                    in0 = x[a0, r0, r1]
+                    in1 = w[{w}, a1]
+                    v0 = mul(in0, in1)
+                    acc0 <- sum(v0)
+                y[a0, a1] = acc0
+    return (y,)
+"""
+
+
+def summed(m: int, places: str) -> Lowering:
+    """The kernel of a sum over pairs of elements, whose weights are read in some order."""
+    return lowering(parse(PAIRS.format(m=m, w=places)), Options(target="sm_90a"))
+
+
+def test_steps_of_several_axes_are_one_where_memory_runs_through_them() -> None:
+    """Instead of tiles of 128 x 128 in steps of 8, whose last 3 are zeros."""
+    (why,) = reasons(summed(131072, "r0, r1"))
+    assert "32 x 32 x 28 on CUDA cores" in why
+    (why,) = reasons(summed(131072, "r1, r0"))
+    assert "32 x 32 x 28 on" not in why  # which has no step that is the same all the way
+
+
+def test_steps_of_several_axes_are_summed_rightly() -> None:
+    torch.manual_seed(1)
+    x, w = torch.randn(72, 5, 5), torch.randn(5, 5, 5)
+    (ours,) = simulator.run(summed(72, "r0, r1").at("kernel"), {"x": x.numpy(), "w": w.numpy()})
+    np.testing.assert_allclose(ours, torch.einsum("zij,ijk->zk", x.double(), w.double()).numpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_results_that_are_no_vectors_are_stored_by_neighbouring_lanes() -> None:
