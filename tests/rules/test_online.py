@@ -110,6 +110,8 @@ def test_values_that_are_functions_of_places_are_stored_first() -> None:
     assert len(read.findall(BESIDE)) == 1
     done = online(parse(read.sub(COSINES, BESIDE)), Log(), lambda kernel: "")
     assert [s.name for s in done.steps] == ["out_places", "out", "values"]
+    linear = parse(read.sub(COSINES, BESIDE).replace("exp(", "abs("))  # and for a softmax only
+    assert [s.name for s in online(linear, Log(), lambda kernel: "").steps] == [s.name for s in linear.steps]
 
 
 def test_steps_that_read_each_other_have_no_order() -> None:

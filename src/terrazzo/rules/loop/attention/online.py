@@ -113,7 +113,8 @@ def _values_stored(program: l.Program, log: Log) -> l.Program:
     made: list[Any] = []
     for s in program.steps:
         found = None
-        if isinstance(s, l.Kernel) and (between := kernels_between(steps, s)):
+        between = kernels_between(steps, s) if isinstance(s, l.Kernel) else ()
+        if between and any(map(_has_exponential, (*between, s))):
             weights = {b for kernel in between for b in kernel.writes}
             found = operands_stored(s, partial(_computed, weights=weights), names, {})
             if found is not None:

@@ -273,8 +273,7 @@ def operands_stored(
             walked = walked if places else _in_order(walked, x)
             axes = tuple(Var(f"a{d}", a.extent) for d, a in enumerate(walked))
             value = substitute(whole, dict(zip(walked, axes, strict=True)))
-            load = _read(x)
-            name = f"{kernel.name}_{load.buffer.name if load else 'places'}"
+            name = f"{kernel.name}_{load.buffer.name if (load := _read(x)) else 'places'}"
             if value not in known:
                 if name in names or name in [k.name for k in made]:
                     return None
@@ -306,9 +305,7 @@ def _long(c: Contraction) -> tuple[Any, ...]:
 
 
 def _read(x: Any) -> l.Load | None:
-    """What an operand is made of: the load that it is, or its first one. None for a function of places, as a table of
-    cosines.
-    """
+    """What an operand is made of: the load that it is, or its first one. None where places alone make it."""
     return x if isinstance(x, l.Load) else next(iter(loads(x)), None)
 
 
