@@ -184,7 +184,7 @@ def test_a_few_channels_that_become_planes_are_read_by_one_thread(channels: int,
     np.testing.assert_array_equal(np.asarray(ours, np.float32), found.fn(*args).float().numpy())
 
 
-@pytest.mark.parametrize("channels", [3, 5, 9, 12, 15, 17, 31])
+@pytest.mark.parametrize("channels", [3, 5, 9, 12, 15, 17, 31, 64, 96])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_few_channels_become_planes_as_fast_as_memory(channels: int, dtype: torch.dtype) -> None:
     """By the model, which says what blocks touch."""

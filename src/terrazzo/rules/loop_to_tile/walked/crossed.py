@@ -46,7 +46,7 @@ FEW, LIGHT = 64, 16
 """Neighbours that a thread reads and stores far apart, fewer than that; and operations on each of them, at most, where
 there are as many as a rectangle has. 16 images of 393 x 393 became planes of 17 channels in 54 us for 118 with
 rectangles in bfloat16, and in 95 for 236 in float32; of 32 in 117 for 141, and 209 for 318; of 48 in 206 for 208, and
-365 for 453 (H200).
+365 for 453; of 64, in two parts, in 450 for 572, and 781 for 1108 (27 images; H200).
 """
 REST = 1.34
 """How many times as many threads there may be as have something to do."""
@@ -132,25 +132,35 @@ def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
     """A kernel that reads a few neighbours that it stores far apart, as of pixels that become channels, or of channels
     that become planes: a thread loads them all, as one vector if they are one, and lanes lie along what is stored.
     """
-    _, loads, across = _accesses(apart)
+    stores, loads, across = _accesses(apart)
     if across is None or waste(size_of(across), WARP) > REST:
         return None
-    short = [a for a in apart.axes if a is not across and 1 < size_of(a) < FEW]
-    few = next((a for a in short if _takes_turns(loads, a, across)), None)
-    if few is None or (size_of(few) >= RECTANGLE and not _many_and_light(apart, few, gpu)):
+    long = [a for a in apart.axes if a is not across and size_of(a) > 1]
+    few = next((a for a in long if _takes_turns(loads, a, across)), None)
+    part = _part(size_of(few), vector_of(stores, across)) if few is not None else 1
+    if part == 1 or (part >= RECTANGLE and not _many_and_light(apart, part, gpu)):
         return None
     others = [a for a in apart.axes if a not in (across, few)]
     warps = next(w for w in (WARPS, 4, 2, 1) if w == 1 or size_of(across) >= w * WARP)
     lines = _blocks(others, warps, gpu)
     own = (Factor("grid", ceil(size_of(across), warps * WARP)), *warps_of(warps), Factor("lane", WARP))
-    lines += [(across.name, own), (few.name, (Factor("reg", size_of(few), (("jam", True),)),))]
+    every = grid(size_of(few) // part) if part < size_of(few) else ()
+    lines += [(across.name, own), (few.name, (*every, Factor("reg", part, (("jam", True),))))]
     form = l.Kernel(apart.name, (*others, across, few), apart.stores, apart.source)
     return form, Schedule(form.name, gpu.arch, tuple(lines))
 
 
-def _many_and_light(apart: l.Kernel, few: Any, gpu: Gpu) -> bool:
-    """Whether there are threads enough where each has all points of one axis, and little to compute at each."""
-    warps = math.prod(size_of(a) for a in apart.axes if a is not few) // WARP
+def _part(size: int, vector: int) -> int:
+    """How many of so many neighbours a thread loads: all where they are few, or a part of them where what is stored
+    makes no vectors; 1 where it is none.
+    """
+    parts = (32, 16) if vector == 1 else ()
+    return size if size < FEW else next((n for n in parts if size % n == 0), 1)
+
+
+def _many_and_light(apart: l.Kernel, part: int, gpu: Gpu) -> bool:
+    """Whether there are threads enough where each has so many points, and little to compute at each."""
+    warps = math.prod(map(size_of, apart.axes)) // part // WARP
     operations = sum(isinstance(x, l.Apply) for x in topological([s.value for s in apart.stores]))
     return operations <= LIGHT and warps >= WARPS * gpu.processors
 
