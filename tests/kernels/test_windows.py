@@ -542,6 +542,35 @@ def test_long_windows_across_memory_are_rows(fn: Any) -> None:
         assert all(r.free == reduces[0].free for r in reduces)
 
 
+BANDS = """@loop
+def f(x: f32[2, 256, 256], y: f32[256, 256, 2]):
+    with kernel('bands', bands=f32[64, 2], more=f32[64, 2]):
+        for a0 in free(64):
+            for a1 in free(2):
+                for r0 in reduce(1024):
+                    in0 = x[a1, (r0 // 256) + a0 * 4, r0 % 256]
+                    in1 = y[r0 % 256, (r0 // 256) + a0 * 4, 0]
+                    v0 = mul(in0, in1)
+                    in2 = y[r0 % 256, (r0 // 256) + a0 * 4, 1]
+                    v1 = mul(in0, in2)
+                    acc0 <- sum(v0)
+                    acc1 <- sum(v1)
+                bands[a0, a1] = acc0
+                more[a0, a1] = acc1
+    return (bands, more)
+"""
+
+
+@pytest.mark.parametrize(("apart", "windows"), [(4, False), (3, True)])
+def test_bands_beside_each_other_are_no_windows(apart: int, windows: bool) -> None:
+    """Steps over rows and columns are digits of one axis: 128 threads would go through 1024 of them by themselves, 583
+    us by the model where threads that share them take 3.
+    """
+    (kernel,) = parse(BANDS.replace("a0 * 4", f"a0 * {apart}")).steps
+    assert (form_of(kernel) is not None) == windows
+    assert windows or estimate(kernel, gpu("sm_90a")).time < 10_000
+
+
 def preferred(scores: Any, tokens: Any, mask: Any) -> Any:
     """What tokens after the first weigh together, in each of a few sequences."""
     return (scores.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]).sum(-1)

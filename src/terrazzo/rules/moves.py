@@ -116,13 +116,13 @@ def _moved(e: Expr, steps: Sequence[Any]) -> bool | None:
     """
     span, apart = 1, 0
     for factors, c in terms_of(e).items():
-        along = [a for a in steps if any(mentions(f, a) for f in factors)]
-        if not along:
+        if not any(mentions(f, a) for f in factors for a in steps):
             apart = math.gcd(apart, c) if factors else apart
-        elif factors == (along[0],) and isinstance(along[0].extent, int):
-            span += abs(c) * (along[0].extent - 1)
-        else:
+            continue
+        low, high = bounds(factors[0]) if len(factors) == 1 and factors[0].free <= {*steps} else (None, None)
+        if low is None or high is None:
             return True if e.free - frozenset(steps) else None
+        span += abs(c) * (high - low)  # of an axis, or of a digit of one, as of steps over rows and columns
     return apart < span if apart and span > 1 else None
 
 
