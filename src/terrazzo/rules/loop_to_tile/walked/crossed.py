@@ -137,8 +137,9 @@ def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
         return None
     long = [a for a in apart.axes if a is not across and size_of(a) > 1]
     few = next((a for a in long if _takes_turns(loads, a, across)), None)
-    part = _part(size_of(few), vector_of(stores, across)) if few is not None else 1
-    if part == 1 or (part >= RECTANGLE and not _many_and_light(apart, part, gpu)):
+    if few is None or (part := _part(size_of(few), vector_of(stores, across))) == 1:
+        return None
+    if part >= RECTANGLE and not _many_and_light(apart, part, gpu):
         return None
     others = [a for a in apart.axes if a not in (across, few)]
     warps = next(w for w in (WARPS, 4, 2, 1) if w == 1 or size_of(across) >= w * WARP)
