@@ -71,7 +71,7 @@ def online(
         known_masks = masks((*found, last), steps.writers)
         group = together(tuple(masks_told(x, known_masks) for x in (*found, last)))
         if group.kernel not in made_of:  # each once, whatever its buffers are called
-            whole = with_rows(group.kernel[:-1], group.kernel[-1]) if any(map(_has_exponential, group.kernel)) else None
+            whole = with_rows(group.kernel[:-1], group.kernel[-1]) if _softens(group.kernel) else None
             made_of[group.kernel] = softmax_into_product(whole, sizes) if whole is not None else None
         made = group.named(made_of[group.kernel])
         if made is None:
@@ -104,6 +104,11 @@ def _has_exponential(kernel: l.Kernel) -> bool:
     return any(isinstance(x, l.Apply) and x.fn.name == "exp" for x in kernel.terms)
 
 
+def _softens(kernels: Sequence[l.Kernel]) -> bool:
+    """Whether one of some kernels may be a softmax."""
+    return any(map(_has_exponential, kernels))
+
+
 def _values_stored(program: l.Program, log: Log) -> l.Program:
     """`program` with values that are computed on their way to the product with weights stored first, as it takes them:
     it was no product for tensor cores when they became part of it.
@@ -113,8 +118,7 @@ def _values_stored(program: l.Program, log: Log) -> l.Program:
     made: list[Any] = []
     for s in program.steps:
         found = None
-        between = kernels_between(steps, s) if isinstance(s, l.Kernel) else ()
-        if between and any(map(_has_exponential, (*between, s))):
+        if isinstance(s, l.Kernel) and (between := kernels_between(steps, s)) and _softens((*between, s)):
             weights = {b for kernel in between for b in kernel.writes}
             found = operands_stored(s, partial(_computed, weights=weights), names, {})
             if found is not None:
