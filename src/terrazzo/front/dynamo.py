@@ -12,6 +12,7 @@ from typing import Any
 
 from terrazzo.errors import CompilerBug, Limitation, TerrazzoError
 from terrazzo.front.attention import attention_traced, attentions, may_be_called
+from terrazzo.front.bags import embedding_bag
 from terrazzo.front.decompositions import resampled_whole, table
 from terrazzo.front.derivatives import derivatives
 from terrazzo.front.devices import device_of, gather_on_one, is_copied
@@ -109,13 +110,14 @@ def _compile(gm: Any, example_inputs: Sequence[Any], options: Options, static: S
     inline_regions(gm)
     drop_nothing(gm)
     called = may_be_called(options, example_inputs)
-    _define(gm, called)
+    where = _resolved(example_inputs, options)
+    gpu = where is not None and bool(target(where.target).gpu)
+    _define(gm, called, gpu)
     gather_picked(gm)
     gather_scans(gm)
     unfold_by_views(gm)
-    where = _resolved(example_inputs, options)
     trains = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs)
-    rounded = bool(trains and where and target(where.target).gpu) and unround_weights(gm, example_inputs)
+    rounded = trains and gpu and unround_weights(gm, example_inputs)
     try:
         with (
             attention_traced(called),
@@ -178,18 +180,18 @@ def _gradients_apart(gm: Any) -> Iterator[None]:
         yield
 
 
-def _define(gm: Any, called: bool) -> None:
+def _define(gm: Any, called: bool, gpu: bool) -> None:
     """Have a graph compute by definition what PyTorch would have it call, or takes apart wrongly: FlexAttention, which
     is scores, changed and masked, their softmax, and what is known of rows, traced with the rest and one kernel where
-    the rules find that; attention, where it may be `called` but is not; the margins of several labels; and classes as
-    rows of 0 and 1.
+    the rules find that; attention, where it may be `called` but is not; the margins of several labels; classes as
+    rows of 0 and 1; and, for a GPU, bags of rows.
     """
     import torch
 
     flex = importlib.import_module("torch._higher_order_ops.flex_attention")
     margins, hot = torch.nn.functional.multilabel_margin_loss, torch.nn.functional.one_hot
     meant = {flex.flex_attention: flex.math_attention, margins: multilabel_margin_loss, hot: one_hot}
-    meant |= attentions(called)
+    meant |= attentions(called) | ({torch.nn.functional.embedding_bag: embedding_bag} if gpu else {})
     found = [n for op in meant for n in gm.graph.find_nodes(op="call_function", target=op)]
     for node in found:
         node.target = meant[node.target]
