@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from terrazzo.ir.dialects import loop as l
@@ -26,6 +26,7 @@ class Rounding(Edited):
         these are what the product is rounded to.
         """
         rounded: dict[tuple[l.Buffer, DType], l.Buffer] = {}
+        multiples = self.multiples()
         for kernel in kernels_of(self.program):
             value = kernel.stores[0].value
             if not isinstance(value, l.Apply) or value.fn.name != "mul" or len(kernel.stores) > 1:
@@ -36,7 +37,7 @@ class Rounding(Edited):
                     isinstance(x, l.Load)
                     and x.dtype.size == 4
                     and kind is not None
-                    and self.multiple(x)
+                    and x.buffer in multiples
                     and len(self.known.readers[x.buffer]) > (x.buffer in self.weights)
                     and self.ends_in(kernel, kind)
                 ):
@@ -88,18 +89,13 @@ class Rounding(Edited):
         kind = found[0].args[0].dtype if len(found) == 1 and _widens(found[0]) else None
         return kind if kind is not None and kind.name in self.rates.matrix else None
 
-    def multiple(self, x: Any) -> bool:
-        """Whether a term is weights times something."""
-        if isinstance(x, l.Load):
-            return x.buffer in self.weights or ((term := self.known.of(x)) is not None and self.multiple(term))
-        if not isinstance(x, l.Apply):
-            return isinstance(x, l.Literal) and x.value == 0
-        each = [self.multiple(a) for a in x.args]
-        if x.fn.name == "mul":
-            return any(each)
-        if x.fn.name in ("where", "div"):
-            return all(each[1:]) if x.fn.name == "where" else each[0]
-        return (x.fn.name in ("add", "sub", "neg") or is_cast(x.fn)) and all(each)
+    def multiples(self) -> set[l.Buffer]:
+        """The buffers that hold weights times something: found along the program, which may be a chain of thousands."""
+        found = set(self.weights)
+        for kernel in kernels_of(self.program):
+            if len(kernel.stores) == 1 and _multiple(kernel.stores[0].value, found):
+                found.add(kernel.stores[0].buffer)
+        return found
 
     def ends_in(self, kernel: l.Kernel, kind: DType) -> bool:
         """Whether what a kernel stores is summed and scaled, and then rounded to `kind`, by all who read it."""
@@ -130,3 +126,17 @@ def _widens(x: Any) -> bool:
 
 def converted(x: Any, kind: DType) -> Any:
     return x if x.dtype is kind else l.apply(kind.name, x)
+
+
+def _multiple(x: Any, weights: Set[l.Buffer]) -> bool:
+    """Whether a term is weights times something."""
+    if isinstance(x, l.Load):
+        return x.buffer in weights
+    if not isinstance(x, l.Apply):
+        return isinstance(x, l.Literal) and x.value == 0
+    each = [_multiple(a, weights) for a in x.args]
+    if x.fn.name == "mul":
+        return any(each)
+    if x.fn.name in ("where", "div"):
+        return all(each[1:]) if x.fn.name == "where" else each[0]
+    return (x.fn.name in ("add", "sub", "neg") or is_cast(x.fn)) and all(each)
