@@ -80,11 +80,16 @@ def _axes_in(e: IntExpr, start: int, size: int) -> dict[Any, IntExpr] | None:
     for k, a in enumerate(order or ()):
         inner = math.prod(x.extent for x in order[k + 1 :])
         if start % inner == 0 and size % inner == 0:
-            return found if size == a.extent * inner else found | {a: Var(a.name, size // inner) + start // inner}
+            return found if size == a.extent * inner else found | {a: _part(a, size // inner, start // inner)}
         if start // inner != (start + size - 1) // inner:
             return None
         found[a], start = start // inner, start % inner
     return found
+
+
+def _part(axis: Var, size: int, start: int) -> IntExpr:
+    """So many places of an axis, from one on; a place alone is a number, beside which others may be digits."""
+    return Var(axis.name, size) + start if size > 1 else start
 
 
 @lru_cache(maxsize=1 << 16)
@@ -235,7 +240,7 @@ def _windows_needed(
     for kernel, axis in readers:
         size: Any = axis.extent // count
         for number in (0, count - 1):
-            front = [(kernel, frozenset([(axis, Var(axis.name, size) + number * size)]))]
+            front = [(kernel, frozenset([(axis, _part(axis, size, number * size))]))]
             while front:
                 read = [(b, parts) for b, parts in _read_of_each(*front.pop()) if b in made]
                 for b, parts in read if all(parts is not None for _, parts in read) else ():
@@ -308,7 +313,7 @@ class Windows:
                 axis = self.group.readers[kernel]
                 times: Any = axis.extent // self.group.extent
                 size = times * min(self.size, self.group.extent - start)
-                at = {axis: Var(axis.name, size) + times * start}
+                at = {axis: _part(axis, size, times * start)}
                 stored = {s: x for s in kernel.stores if (x := self.piece(s, at)) is not None}
                 if len(stored) < len(kernel.stores) or not self.put(kernel, at, stored):
                     return None
