@@ -537,14 +537,15 @@ def test_what_all_windows_read_is_made_again_before_each() -> None:
     assert {f"{name}_again" for name in again} <= {s.name for s in done.steps}
 
 
-def test_some_heads_of_one_image() -> None:
-    """Of the two axes that a batch is stored along the outer one has a single place there, which is no axis."""
+def test_a_place_alone_is_no_axis() -> None:
+    """Of an axis that a window has a single place of there is nothing left, so a window within that is proved right:
+    what is stored at a0 * 16 + a1 lies at a1.
+    """
     inputs = "q: f32[2, 16, 512, 16], k: f32[2, 16, 512, 16], v: f32[32, 512, 16]"
     scores = SCORES.format(shape="32, 512", index="a0 * 16 + a1").replace("free(4)", "free(16)")
     over = OVER.format(index="a0").replace("free(8)", "free(32)").replace("[8, ", "[32, ")
     p = program(scores, over, results="o", inputs=inputs)
     found = in_windows(p, Log(), lambda steps: 1.0, lambda maker: False, worth=1 << 20)
     assert not problem(found) and most(found) < 0.3 * most(p)
-    made = [s for s in found.steps if isinstance(s, l.Kernel) and s.name.startswith("s")]
-    assert len(made) > 2 and all(len(s.axes) == 3 for s in made)
+    assert all(a.extent > 1 for s in found.steps if isinstance(s, l.Kernel) for a in s.axes)
     same(p, found)
