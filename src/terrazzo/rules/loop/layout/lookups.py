@@ -238,9 +238,13 @@ def _astray(x: Any) -> bool:
     """
     if not isinstance(x, l.Load) or looked_up([x]):
         return isinstance(x, l.Load)
-    places = topological([e for e in x.index if isinstance(e, Expr)])
-    phases = any(-(y.a % y.b) in x.inside for y in places if isinstance(y, FloorDiv))
-    return strewn(x, [a for a in x.free if isinstance(a, Bound)]) and not phases
+    return strewn(x, [a for a in x.free if isinstance(a, Bound)]) and not _in_phases(x)
+
+
+def _in_phases(x: Any) -> bool:
+    """Whether an operand is found by a division that must leave no rest."""
+    places = topological([e for e in x.index if isinstance(e, Expr)]) if isinstance(x, l.Load) else ()
+    return any(-(y.a % y.b) in x.inside for y in places if isinstance(y, FloorDiv))
 
 
 def operands_stored(
@@ -301,7 +305,7 @@ def _long(c: Contraction) -> tuple[Any, ...]:
     """
     steps = c.reduce.axes
     long = all(isinstance(a.extent, int) for a in steps) and math.prod(a.extent for a in steps) >= LONG
-    return tuple(x for x in c.operands if strewn(x, steps)) if long else ()
+    return tuple(x for x in c.operands if strewn(x, steps) and not _in_phases(x)) if long else ()
 
 
 def _read(x: Any) -> l.Load | None:

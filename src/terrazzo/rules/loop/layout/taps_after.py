@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence, Set
 from typing import Any
 
+from terrazzo.ir.address import coefficient
 from terrazzo.ir.contraction import contraction
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.expr import Expr, Var
+from terrazzo.ir.expr import Expr, Var, floordiv, terms_of
 from terrazzo.ir.nest import accumulators
 from terrazzo.ir.node import substitute
 from terrazzo.ir.types import Type
@@ -104,14 +105,11 @@ def multiplied_first(kernel: l.Kernel, names: Set[str], last: bool = False) -> t
     if (image.free & filters.free) - {*inner} or any(e.free & {*channels} for x in loads for e in x.inside):
         return None
     made: list[l.Kernel] = []
-    sides: list[tuple[list[Any], list[Any]]] = []
+    sides: list[list[list[Any]]] = []
     at: dict[Any, Any] = {}
     for x in (filters, image):
-        own = {_alone(x, a): a for a in channels}
-        every = [own.get(d) or Var(l.fresh_name(), n) for d, n in enumerate(x.buffer.type.static_shape)]
-        rest = [d for d in range(len(every)) if d not in own]
-        at[x] = l.Load.make(x.buffer, tuple(every), ())
-        sides.append(([every[d] for d in rest], [x.index[d] for d in rest]))
+        at[x], *side = _at_all_places(x, channels)
+        sides.append(side)
     (f_axes, f_places), (i_axes, i_places) = sides
     if not (even(filters.buffer) and len(channels) == 1 and _contiguous(filters, channels[0])):
         shape = (*(a.extent for a in f_axes), *(a.extent for a in channels))
@@ -133,11 +131,34 @@ def multiplied_first(kernel: l.Kernel, names: Set[str], last: bool = False) -> t
     return *made, with_whole_steps(l.Kernel(kernel.name, kernel.axes, stores, kernel.source))
 
 
+def _at_all_places(x: l.Load, channels: Sequence[Any]) -> tuple[l.Load, list[Any], list[Any]]:
+    """A load at all places of its buffer, where channels walk what they walk; the axes that walk the rest, and where
+    the load is along these.
+    """
+    own = {_alone(x, a): a for a in channels}
+    index, axes, places = [], [], []
+    for d, (e, n) in enumerate(zip(x.index, x.buffer.type.static_shape, strict=True)):
+        channel, size = own.get(d, 0), own[d].extent if d in own else 1
+        if d in own and n == size:
+            index.append(channel)
+            continue
+        axes.append(Var(l.fresh_name(), n // size))
+        index.append(axes[-1] * size + channel)
+        places.append(floordiv(e - channel, size))
+    return l.Load.make(x.buffer, tuple(index), ()), axes, places
+
+
 def _alone(x: l.Load, axis: Any) -> int | None:
-    """The dimension that an axis walks from its first place to its last, where it is in no other."""
+    """The dimension that an axis walks from its first place to its last, where it is in no other; or in which it is the
+    last digit, behind which others count how often all of it was walked.
+    """
     found = [d for d, e in enumerate(x.index) if isinstance(e, Expr) and axis in e.free]
-    alone = len(found) == 1 and x.index[found[0]] is axis
-    return found[0] if alone and x.buffer.type.shape[found[0]] == axis.extent else None
+    if len(found) != 1 or coefficient(x.index[found[0]], axis) != 1:
+        return None
+    times = x.index[found[0]] - axis
+    whole = all(isinstance(c, int) and c % axis.extent == 0 for c in terms_of(times).values())
+    n = x.buffer.type.shape[found[0]]
+    return found[0] if whole and (n == axis.extent if times == 0 else n % axis.extent == 0) else None
 
 
 def _under_window(x: l.Load, points: Sequence[Any], steps: Sequence[Any]) -> bool:
