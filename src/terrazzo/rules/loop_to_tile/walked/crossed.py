@@ -43,10 +43,10 @@ LINE, WARPS = 128, 8
 RECTANGLE = WARP // 2
 """Points along what is read from which on a warp may have a rectangle of it and of what is stored."""
 FEW, LIGHT = 64, 16
-"""Neighbours that a thread reads and stores far apart, fewer than that; and operations on each of them, at most, where
-there are as many as a rectangle has. 16 images of 393 x 393 became planes of 17 channels in 54 us for 118 with
-rectangles in bfloat16, and in 95 for 236 in float32; of 32 in 117 for 141, and 209 for 318; of 48 in 206 for 208, and
-365 for 453; of 64, in two parts, in 450 for 572, and 781 for 1108 (27 images; H200).
+"""Neighbours that a thread reads and stores far apart where what is stored makes no vectors, fewer than that; and
+operations on each of them, at most, where there are as many as a rectangle has. 16 images of 393 x 393 became planes
+of 17 channels in 54 us for 118 with rectangles in bfloat16, and in 95 for 236 in float32; of 32 in 117 for 141, and 209
+for 318; of 48 in 206 for 208, and 365 for 453; of 64, in two parts, in 450 for 572, and 781 for 1108 (27 images; H200).
 """
 REST = 1.34
 """How many times as many threads there may be as have something to do."""
@@ -152,11 +152,12 @@ def _interleaved(apart: l.Kernel, gpu: Gpu) -> tuple[l.Kernel, Schedule] | None:
 
 
 def _part(size: int, vector: int) -> int:
-    """How many of so many neighbours a thread loads: all where they are few, or a part of them where what is stored
-    makes no vectors; 1 where it is none.
+    """How many of so many neighbours a thread loads: all where they are fewer than a rectangle has, or where what is
+    stored makes no vectors, and then a part of them where they are many; 1 where it is none.
     """
-    parts = (32, 16) if vector == 1 else ()
-    return size if size < FEW else next((n for n in parts if size % n == 0), 1)
+    if size < RECTANGLE or (size < FEW and vector == 1):
+        return size
+    return next((n for n in (32, 16) if vector == 1 and size % n == 0), 1)
 
 
 def _many_and_light(apart: l.Kernel, part: int, gpu: Gpu) -> bool:
