@@ -170,8 +170,7 @@ def test_pixels_that_become_channels_are_loaded_as_vectors(dtype: torch.dtype, b
 
 
 @pytest.mark.parametrize(
-    ("channels", "dtype"),
-    [(3, torch.float32), (8, torch.float32), (7, torch.bfloat16), (12, torch.bfloat16)],
+    ("channels", "dtype"), [(3, torch.float32), (8, torch.float32), (7, torch.bfloat16), (12, torch.bfloat16)]
 )
 def test_a_few_channels_that_become_planes_are_read_by_one_thread(channels: int, dtype: torch.dtype) -> None:
     """However many they are: lanes lie along the planes, so sectors of these are written whole."""

@@ -121,7 +121,7 @@ def _of_products(scores: Any) -> bool:
     aten = torch.ops.aten
     node = _seen(scores)
     args = [x for x in node.args if isinstance(x, torch.fx.Node)]
-    if node.target in (aten.bmm.default, aten.mm.default):
+    if _is_product(node):
         return True
     if node.target in (aten._to_copy.default, aten.neg.default, aten.tanh.default, aten.permute.default):
         return _of_products(args[0])
