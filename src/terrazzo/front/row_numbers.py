@@ -7,7 +7,8 @@ The gradient of scores s with weights w = softmax(s), gradients dw of these and 
 where g is the gradient of o. PyTorch's graph has the left forms, so its backward part would compute the softmax of all
 scores again, and their product with v, to have two numbers for each row. With the right ones it keeps the first number,
 and makes the second one of results that are there anyway. Where scores are not only products, the first one is kept as
-two, the largest score and the logarithm of the sum over that: added up, the second one may be lost.
+two, the largest score and the logarithm of the sum over that: added up, the second one may be lost. Where nothing is in
+16 bits they are the largest score and 1 / the sum: the rounding of a logarithm would be an error of a whole row.
 """
 
 from __future__ import annotations
@@ -75,21 +76,25 @@ def _rewrite(
     scores = found.softmax.args[0]
     top = before.add(aten.amax.default, scores, [-1], True)
     each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
-    rows = before.add(aten.log.default, before.add(aten.sum.dim_IntList, each, [-1], True))
-    apart = not _of_products(scores)
+    total = before.add(aten.sum.dim_IntList, each, [-1], True)
+    kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
+    inverse = kind is None
+    rows = before.add((aten.reciprocal if inverse else aten.log).default, total)
+    apart = inverse or not _of_products(scores)
     none = before.add(aten.eq.Scalar, top, -math.inf)
     if not apart:
         rows = before.add(aten.add.Tensor, top, rows)
     whole = _whole(found.weights)
-    if whole is not found.softmax:  # exp(-inf - inf) is the 0 that rows have of which all is hidden
-        rows = before.add(aten.where.self, none, before.add(aten.full_like.default, rows, math.inf), rows)
+    if whole is not found.softmax:  # 0 * exp(-inf), or exp(-inf - inf), is the 0 that rows have of which all is hidden
+        rows = before.add(
+            aten.where.self, none, before.add(aten.full_like.default, rows, 0.0 if inverse else math.inf), rows
+        )
         top = before.add(aten.where.self, none, before.add(aten.zeros_like.default, top), top)
     moved = before.add(aten.sub.Tensor, scores, top) if apart else scores
-    above = before.add(aten.sub.Tensor, moved, rows)
-    weights = before.add(aten.exp.default, above)
+    above = before.add(aten.exp.default, moved) if inverse else before.add(aten.sub.Tensor, moved, rows)
+    weights = before.add(aten.mul.Tensor, above, rows) if inverse else before.add(aten.exp.default, above)
     made = _made(results, whole)
     dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1, nor do those of hidden rows
-    kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
     inward, add_up = found.above, whole is found.softmax and not dropped
     if add_up and _kinds(results) == {torch.float32}:
         inward, stored, more = _both_around_mean(graph, results, inward, again)
@@ -284,7 +289,9 @@ def _meets_products(gradient: Any) -> bool:
         if user.target in (aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.where.self):
             if _meets_products(user):
                 return True
-        elif user.target == aten.mul.Tensor and any(x is not gradient and _is_product(x) for x in user.args):
+        elif user.target == aten.mul.Tensor and any(
+            x is not gradient and _of_products(x) for x in user.all_input_nodes
+        ):
             return True
     return False
 

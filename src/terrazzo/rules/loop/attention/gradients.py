@@ -11,7 +11,8 @@ Three rewrites, each found in the terms:
   tensor cores cut off of dw and of o is not the same part of either, so rows of ds no longer add up to 0.
 - `weights_again`: w = exp(s - t), where t = max(s) + log(sum(exp(s - max(s)))) is a number for each row, or two, where
   s is not only products. The gradient computes s again, so that the first product alone reads the weights, and what is
-  kept of them is t.
+  kept of them is t. In float32 that is max(s) and 1 / sum(exp(s - max(s))): the rounding of a logarithm would be an
+  error of all weights of a row.
 - `rounded_factors`: weights, and what is a multiple of them, are rounded to the 16 bits of what they are multiplied
   with, where the product is rounded to 16 bits too. PyTorch's own kernels do so, forward and backward.
 """
@@ -229,32 +230,34 @@ class _Gradients(Rounding):
         score = self.again(w, w.score, made)
         rows, (store,) = tuple(w.rows), w.kernel.stores
         kept = Type(w.top.dtype, tuple(a.extent for a in rows))
-        numbers = [l.apply("log", w.total)]
-        if of_products(self.known, w.score):
-            numbers = [l.apply("add", w.top, numbers[0])]
-        else:
-            no = None if w.empty is None else l.apply("where", w.empty, l.Literal(0.0, w.top.dtype), w.top)
-            numbers = [w.top if no is None else no, *numbers]
-        if w.empty is not None:
-            numbers[-1] = l.apply("where", w.empty, l.Literal(math.inf, w.top.dtype), numbers[-1])
-        sums = [l.Buffer(self.fresh(f"{w.buffer.name}_{name}"), kept) for name in ("sums", "top")[: len(numbers)]][::-1]
+        top, inverse = w.top, kind.size > 2
+        together = not inverse and of_products(self.known, w.score)
+        last = l.apply("div", l.Literal(1.0, top.dtype), w.total) if inverse else l.apply("log", w.total)
+        if together:
+            last = l.apply("add", top, last)
+        if w.empty is not None:  # 0 * exp(-inf), or exp(-inf - inf), is 0
+            top = l.apply("where", w.empty, l.Literal(0.0, top.dtype), top)
+            last = l.apply("where", w.empty, l.Literal(0.0 if inverse else math.inf, top.dtype), last)
+        numbers = {"sums": last} if together else {"top": top, "sums": last}
+        sums = [l.Buffer(self.fresh(f"{w.buffer.name}_{name}"), kept) for name in numbers]
         columns = (*rows, w.column)
-        stores = (*(l.Store(b, rows, x) for b, x in zip(sums, numbers, strict=True)), store)
+        stores = (*(l.Store(b, rows, x) for b, x in zip(sums, numbers.values(), strict=True)), store)
         stored = l.Kernel(w.kernel.name, columns, stores, w.kernel.source)
-        above = reduce(lambda x, b: l.apply("sub", x, l.Load(b, rows)), sums, score)
-        weights, changed = self.rounded(w, columns, above, kind, others)
+        *less, row = (l.Load(b, rows) for b in sums)
+        above = reduce(partial(l.apply, "sub"), less, score)
+        again = l.apply("mul", l.apply("exp", above), row) if inverse else _power(l.apply("sub", above, row))
+        weights, changed = self.rounded(w, columns, again, kind, others)
         self.replace({w.kernel: [stored, *made.values(), weights], **changed})
         named = " and ".join(b.name for b in sums)
         what = f"{result.buffer.name} alone reads it; the others read {weights.name}, made of {named}"
         self.say("weights_again", w.buffer.name, what)
 
     def rounded(
-        self, w: Softmax | Exponential, columns: tuple[Var, ...], above: Any, kind: DType, readers: Sequence[l.Kernel]
+        self, w: Softmax | Exponential, columns: tuple[Var, ...], value: Any, kind: DType, readers: Sequence[l.Kernel]
     ) -> tuple[l.Kernel, dict[l.Kernel, list[l.Kernel]]]:
-        """A kernel that stores exp(above) in `kind`, and some readers of weights with that in their place."""
-        weight = l.apply("approx_exp2", l.apply("mul", above, l.Literal(LOG2E, above.dtype)))
+        """A kernel that stores weights in `kind`, made anew, and some of their readers with those in their place."""
         again = l.Buffer(self.fresh(f"{w.buffer.name}_again"), aligned(kind, w.buffer.type))
-        last = l.Store(again, w.kernel.stores[0].index, converted(weight, kind))
+        last = l.Store(again, w.kernel.stores[0].index, converted(value, kind))
         self.weights.add(again)
 
         def visit(x: Any) -> Any:
@@ -276,15 +279,13 @@ class _Gradients(Rounding):
         products = [p for s in self.readers(w.buffer, FAR) if (p := self.product(s)) is not None]
         others = [x for p in products for x in p.factors if not self.multiple_of(x, w.buffer)]
         kinds = {k.name: k for x in others if (k := self.narrow(x)) is not None}
-        if not kinds and w.score.dtype.name in self.kinds:
-            kinds = {w.score.dtype.name: w.score.dtype}
         if w.buffer in self.known.kept or len(kinds) != 1:
             return
         (kind,) = kinds.values()
         if kind.name == "f16" and not any(_rounds(s, w.buffer, kind) for s in readers):
             return  # of an exponential of any difference nobody knows that it has so small a range
         score = w.score if w.top is None else l.apply("sub", w.score, w.top)
-        weights, changed = self.rounded(w, w.kernel.axes, l.apply("sub", score, w.row), kind, readers)
+        weights, changed = self.rounded(w, w.kernel.axes, _power(l.apply("sub", score, w.row)), kind, readers)
         self.replace({w.kernel: [weights], **changed})
         self.say("weights_again", w.buffer.name, f"{weights.name} has them in {kind.name}, made of {w.row.buffer.name}")
 
@@ -368,6 +369,11 @@ def _places(mine: l.Load, other: l.Load) -> dict[Any, Any]:
             if isinstance(a, Var) and (high, low) == (a // rest, a % rest):
                 places[a] = one * rest + two
     return places
+
+
+def _power(x: Any) -> Any:
+    """exp(x), as what is rounded to 16 bits has it."""
+    return l.apply("approx_exp2", l.apply("mul", x, l.Literal(LOG2E, x.dtype)))
 
 
 def _times(factors: list[Any]) -> Any:
