@@ -74,6 +74,7 @@ def _rewrite(
     aten = torch.ops.aten
     before = Nodes(graph, found.softmax)
     scores = found.softmax.args[0]
+    alone = all(x is found.softmax or x.target == aten.eq.Scalar for x in scores.users)
     top = before.add(aten.amax.default, scores, [-1], True)
     each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
     total = before.add(aten.sum.dim_IntList, each, [-1], True)
@@ -108,6 +109,8 @@ def _rewrite(
     summed = last.add(aten.view.default, summed, [*found.rows.meta["val"].shape])
     end = last.add(aten.mul.Tensor, whole, last.add(aten.sub.Tensor, inward, summed))
     found.end.replace_all_uses_with(end)
+    if inverse and alone:
+        kept |= _keys_around_mean(graph, scores, end, again)
     if kind is torch.float16:
         for node in {whole, *made} - {results}:
             again |= _round(graph, node, torch.float16, {*node.users} - made)
@@ -222,6 +225,66 @@ def _both_around_mean(graph: Any, results: Any, inward: Any, again: set[Any]) ->
     return new if inward is old else inward, {product, middle}, product
 
 
+def _keys_around_mean(graph: Any, scores: Any, gradient: Any, again: set[Any]) -> set[Any]:
+    """Have keys in float32 taken around their mean, where nobody but a softmax reads their scores; what is kept. No
+    weight changes by that, since all scores of a row do alike, nor does the gradient of queries, since rows of the
+    scores' `gradient` add up to 0, in exact arithmetic; what they do add up to is multiplied by what keys have in
+    common otherwise.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    product = _shifted(scores)
+    keys = product.args[1] if product is not None else None
+    turned = (
+        [x for x in keys.users if x.target == aten.permute.default and list(x.args[1]) == [0, 2, 1]] if keys else []
+    )
+    queries = {x for x in _multiplied(gradient) if x.args[1] in turned}
+    if not queries:
+        return set()
+    before = Nodes(graph, product)
+    mean = before.add(aten.mean.dim, keys, [2], True)
+    apart = before.add(aten.sub.Tensor, keys, mean)
+    product.replace_input_with(keys, apart)
+    again |= {apart}
+    for user in queries:
+        other = Nodes(graph, user).add(aten.permute.default, apart, [0, 2, 1])
+        user.replace_input_with(user.args[1], other)
+        again |= {other}
+    return {mean}
+
+
+def _shifted(scores: Any) -> Any:
+    """The product that scores are a multiple of, with anything added or some hidden by -inf, so that they change alike
+    where all products of a row do; None where others read it, or what becomes of it.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    if scores.target == aten.bmm.default:
+        return scores
+    made: list[Any] = []
+    if _is_multiple(scores):
+        made = [scores.args[0]]
+    elif scores.target == aten.add.Tensor and not scores.kwargs:
+        made = [*scores.args]
+    elif scores.target == aten.where.self and {-math.inf} in map(_constant, scores.args[1:]):
+        made = [x for x in scores.args[1:] if _constant(x) != {-math.inf}]
+    found = [x for y in made if isinstance(y, torch.fx.Node) and len(y.users) == 1 and (x := _shifted(y)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _multiplied(gradient: Any) -> Iterable[Any]:
+    """The products of a gradient of scores, or of a multiple of it, or of a part, with something."""
+    import torch
+
+    for user in gradient.users:
+        if user.target == torch.ops.aten.bmm.default and user.args[0] is gradient:
+            yield user
+        elif user.target == torch.ops.aten.where.self or _is_multiple(user):
+            yield from _multiplied(user)
+
+
 def _in_common(nodes: Nodes, values: Any, dtype: Any) -> Any:
     """What values have in common over the keys: their mean, or 0 where that is little, and where they might leave the
     type without it.
@@ -281,19 +344,26 @@ def _exact(found: Gradient, product: Any) -> bool:
 
 
 def _meets_products(gradient: Any) -> bool:
-    """Whether a gradient of scores, or a part of it, is multiplied by products."""
+    """Whether a gradient of scores, or a multiple or a part of it, is multiplied by products."""
     import torch
 
     aten = torch.ops.aten
     for user in gradient.users:
-        if user.target in (aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.where.self):
-            if _meets_products(user):
-                return True
-        elif user.target == aten.mul.Tensor and any(
-            x is not gradient and _of_products(x) for x in user.all_input_nodes
-        ):
+        if user.target == aten.mul.Tensor and any(_of_products(x) for x in user.all_input_nodes if x is not gradient):
+            return True
+        if (user.target == aten.where.self or _is_multiple(user)) and _meets_products(user):
             return True
     return False
+
+
+def _is_multiple(node: Any) -> bool:
+    """Whether a node is the first node that it is made of in another shape, or times a number."""
+    import torch
+
+    aten = torch.ops.aten
+    views = (aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.clone.default, aten.expand.default)
+    times = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+    return node.target in views or (node.target in times and isinstance(node.args[1], (int, float)))
 
 
 def _is_product(node: Any) -> bool:

@@ -233,7 +233,8 @@ def _whole(reader: l.Kernel, makers: Sequence[l.Kernel]) -> l.Kernel:
 def _simpler(x: Any) -> Any:
     """A factor that is rounded to 16 bits made of what is not rounded on the way to it. A weight exp(c * (score - t)),
     t a number for each row, is 0 where its score is hidden, and c t is subtracted from multiples of scores elsewhere.
-    Where t is two numbers, they are subtracted one after the other.
+    Where t is two numbers, they are subtracted one after the other. So is a power that a number for each row is taken
+    off before it is multiplied by another one.
     """
     if isinstance(x, l.Apply) and is_cast(x.fn) and x.dtype.is_float and x.dtype.size == 2:
         return l.Apply(x.fn, (unrounded(x.args[0]),))
@@ -241,21 +242,26 @@ def _simpler(x: Any) -> Any:
         case l.Apply(
             fn=exp, args=(l.Apply(fn=times, args=(l.Apply(fn=minus, args=(score, t)), l.Literal() as by)),)
         ) if (exp.name, times.name, minus.name) == ("approx_exp2", "mul", "sub"):
-            return _weight(exp, score, t, by)
+            return _weight(x, score, t, by.value)
+        case l.Apply(fn=exp, args=(l.Apply(fn=minus, args=(score, t)),)) if (exp.name, minus.name) == ("exp", "sub"):
+            return _weight(x, score, t, 1.0)
     return x
 
 
-def _weight(exp: Any, score: Any, t: Any, by: l.Literal) -> Any:
+def _weight(power: l.Apply, score: Any, t: Any, by: float) -> Any:
+    """A power of (score - t) * by."""
     columns = [a for a in score.free if a not in t.free]
     if len(columns) != 1:
-        return l.Apply(exp, (l.apply("mul", l.apply("sub", score, t), by),))
+        return power
     tops = []
     while isinstance(score, l.Apply) and score.fn.name == "sub" and columns[0] not in score.args[1].free:
         score, top = score.args
         tops.append(top)
     bare, seen = apart(score, columns[0])
-    early = not tops and stays_finite(bare, by.value)  # a score of -1e9 less the largest is 0 before both are rounded
     below = reduce(lambda x, y: l.apply("sub", x, y), (*reversed(tops), t), bare)
-    x = l.apply("sub", scaled(bare, by.value), l.apply("mul", t, by)) if early else l.apply("mul", below, by)
-    weight = l.Apply(exp, (x,))
+    if by != 1.0 and not tops and stays_finite(bare, by):
+        x = l.apply("sub", scaled(bare, by), l.apply("mul", t, l.Literal(by, t.dtype)))
+    else:  # a score of -1e9 less the largest is 0 before both are rounded
+        x = below if by == 1.0 else l.apply("mul", below, l.Literal(by, below.dtype))
+    weight = l.Apply(power.fn, (x,))
     return l.apply("where", seen, weight, l.Literal(0.0, weight.dtype)) if seen is not None else weight
