@@ -15,10 +15,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.front.nodes import Nodes
+from terrazzo.front.softmaxes import (
+    Gradient,
+    gradient_of,
+    kinds_of,
+    meets_products,
+    multiplied,
+    of_products,
+    results_of,
+    shifted,
+    viewed,
+    whole_of,
+)
 from terrazzo.rules.loop.attention.gradients import HEAD
 
 COMMON = 8
@@ -26,17 +37,6 @@ COMMON = 8
 times their mean by the root of 1 / x: what a few have that are far larger, and perhaps hidden, is not in common with
 the others.
 """
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """dw * w - w * sum(dw * w), which `end` is: `weights` is w, `softmax` what it is made of, `rows` the sum."""
-
-    end: Any
-    weights: Any
-    softmax: Any
-    above: Any
-    rows: Any
 
 
 def keep_row_numbers(
@@ -55,8 +55,8 @@ def keep_row_numbers(
     kept: set[Any] = set()
     again: set[Any] = set()
     wanted = {*softmaxes}
-    for found in [x for node in graph.nodes if (x := _gradient(node)) is not None]:
-        results = _results(found, worth) if found.softmax in wanted else None
+    for found in [x for node in graph.nodes if (x := gradient_of(node)) is not None]:
+        results = results_of(found, worth) if found.softmax in wanted else None
         if results is not None and _exact(found, results[1]):
             _rewrite(graph, found, *results, exactly, kept, again)
     if kept:
@@ -78,14 +78,14 @@ def _rewrite(
     top = before.add(aten.amax.default, scores, [-1], True)
     each = before.add(aten.exp.default, before.add(aten.sub.Tensor, scores, top))
     total = before.add(aten.sum.dim_IntList, each, [-1], True)
-    kind = next((x for x in _kinds(results) if x in (torch.bfloat16, torch.float16)), None)
+    kind = next((x for x in kinds_of(results) if x in (torch.bfloat16, torch.float16)), None)
     inverse = kind is None
     rows = before.add((aten.reciprocal if inverse else aten.log).default, total)
-    apart = inverse or not _of_products(scores)
+    apart = inverse or not of_products(scores)
     none = before.add(aten.eq.Scalar, top, -math.inf)
     if not apart:
         rows = before.add(aten.add.Tensor, top, rows)
-    whole = _whole(found.weights)
+    whole = whole_of(found.weights)
     if whole is not found.softmax:  # 0 * exp(-inf), or exp(-inf - inf), is the 0 that rows have of which all is hidden
         rows = before.add(
             aten.where.self, none, before.add(aten.full_like.default, rows, 0.0 if inverse else math.inf), rows
@@ -97,7 +97,7 @@ def _rewrite(
     made = _made(results, whole)
     dropped = any(x.target == aten.mul.Tensor for x in made)  # they no longer add up to 1, nor do those of hidden rows
     inward, add_up = found.above, whole is found.softmax and not dropped
-    if add_up and _kinds(results) == {torch.float32}:
+    if add_up and kinds_of(results) == {torch.float32}:
         inward, stored, more = _both_around_mean(graph, results, inward, again)
     elif add_up and exactly and kind is not None:
         results, stored, more = _around_mean(graph, results, kind, again)
@@ -117,45 +117,6 @@ def _rewrite(
     whole.replace_all_uses_with(weights)
     kept |= {rows, *stored, *([top] if apart else [])}
     again |= {above, weights, *([moved] if apart else [])}
-
-
-def _of_products(scores: Any) -> bool:
-    """Whether scores are products, or multiples of these, and -inf where they are hidden: the largest of a row has the
-    rounding of a product then, and one number that it is added to loses no more. Of others nobody knows: where all of a
-    row are hidden by -1e9, nothing of the logarithm of their number is left beside that.
-    """
-    import torch
-
-    aten = torch.ops.aten
-    node = _seen(scores)
-    args = [x for x in node.args if isinstance(x, torch.fx.Node)]
-    if _is_product(node):
-        return True
-    if node.target in (aten._to_copy.default, aten.neg.default, aten.tanh.default, aten.permute.default):
-        return _of_products(args[0])
-    if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
-        return any(_of_products(x) for x in args[: 2 if "mul" in str(node.target) else 1])
-    if node.target == aten.where.self:
-        return all(_constant(x) == {-math.inf} or _of_products(x) for x in args[1:])
-    if node.target == aten.add.Tensor and len(args) == 2:
-        return any(_constant(x) <= {0.0, -math.inf} and _of_products(y) for x, y in (args, args[::-1]))
-    return False
-
-
-def _constant(node: Any) -> set[Any]:
-    """The numbers that a node is made of, wherever which is; None among them where there are others."""
-    import torch
-
-    aten = torch.ops.aten
-    views = (aten.view.default, aten.expand.default, aten.alias.default, aten.unsqueeze.default, aten._to_copy.default)
-    while node.target in views:
-        node = node.args[0]
-    made = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
-    if node.target in made:
-        return {node.args[made[node.target]]}
-    if node.target in (aten.zeros_like.default, aten.zeros.default):
-        return {0.0}
-    return _constant(node.args[1]) | _constant(node.args[2]) if node.target == aten.where.self else {None}
 
 
 def _kept_results(graph: Any, results: Any, again: set[Any]) -> tuple[set[Any], Any]:
@@ -216,7 +177,7 @@ def _both_around_mean(graph: Any, results: Any, inward: Any, again: set[Any]) ->
     product = before.add(aten.bmm.default, weights, apart)
     whole = before.add(aten.add.Tensor, product, middle)
     results.replace_all_uses_with(whole)
-    old = _seen(inward)
+    old = viewed(inward)
     after = Nodes(graph, old)
     turned = after.add(aten.permute.default, apart, [0, 2, 1])
     new = after.add(aten.bmm.default, old.args[0], turned)
@@ -234,12 +195,12 @@ def _keys_around_mean(graph: Any, scores: Any, gradient: Any, again: set[Any]) -
     import torch
 
     aten = torch.ops.aten
-    product = _shifted(scores)
+    product = shifted(scores)
     keys = product.args[1] if product is not None else None
     turned = (
         [x for x in keys.users if x.target == aten.permute.default and list(x.args[1]) == [0, 2, 1]] if keys else []
     )
-    queries = {x for x in _multiplied(gradient) if x.args[1] in turned}
+    queries = {x for x in multiplied(gradient) if x.args[1] in turned}
     if not queries:
         return set()
     before = Nodes(graph, product)
@@ -252,37 +213,6 @@ def _keys_around_mean(graph: Any, scores: Any, gradient: Any, again: set[Any]) -
         user.replace_input_with(user.args[1], other)
         again |= {other}
     return {mean}
-
-
-def _shifted(scores: Any) -> Any:
-    """The product that scores are a multiple of, with anything added or some hidden by -inf, so that they change alike
-    where all products of a row do; None where others read it, or what becomes of it.
-    """
-    import torch
-
-    aten = torch.ops.aten
-    if scores.target == aten.bmm.default:
-        return scores
-    made: list[Any] = []
-    if _is_multiple(scores):
-        made = [scores.args[0]]
-    elif scores.target == aten.add.Tensor and not scores.kwargs:
-        made = [*scores.args]
-    elif scores.target == aten.where.self and {-math.inf} in map(_constant, scores.args[1:]):
-        made = [x for x in scores.args[1:] if _constant(x) != {-math.inf}]
-    found = [x for y in made if isinstance(y, torch.fx.Node) and len(y.users) == 1 and (x := _shifted(y)) is not None]
-    return found[0] if len(found) == 1 else None
-
-
-def _multiplied(gradient: Any) -> Iterable[Any]:
-    """The products of a gradient of scores, or of a multiple of it, or of a part, with something."""
-    import torch
-
-    for user in gradient.users:
-        if user.target == torch.ops.aten.bmm.default and user.args[0] is gradient:
-            yield user
-        elif user.target == torch.ops.aten.where.self or _is_multiple(user):
-            yield from _multiplied(user)
 
 
 def _in_common(nodes: Nodes, values: Any, dtype: Any) -> Any:
@@ -338,154 +268,6 @@ def _exact(found: Gradient, product: Any) -> bool:
     """
     import torch
 
-    if _kinds(product) != {torch.float32}:
+    if kinds_of(product) != {torch.float32}:
         return True
-    return product.meta["val"].shape[-1] <= HEAD and not _meets_products(found.end)
-
-
-def _meets_products(gradient: Any) -> bool:
-    """Whether a gradient of scores, or a multiple or a part of it, is multiplied by products."""
-    import torch
-
-    aten = torch.ops.aten
-    for user in gradient.users:
-        if user.target == aten.mul.Tensor and any(_of_products(x) for x in user.all_input_nodes if x is not gradient):
-            return True
-        if (user.target == aten.where.self or _is_multiple(user)) and _meets_products(user):
-            return True
-    return False
-
-
-def _is_multiple(node: Any) -> bool:
-    """Whether a node is the first node that it is made of in another shape, or times a number."""
-    import torch
-
-    aten = torch.ops.aten
-    views = (aten.view.default, aten._unsafe_view.default, aten.alias.default, aten.clone.default, aten.expand.default)
-    times = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-    return node.target in views or (node.target in times and isinstance(node.args[1], (int, float)))
-
-
-def _is_product(node: Any) -> bool:
-    """Whether a node is a product of matrices, seen in another shape."""
-    import torch
-
-    aten = torch.ops.aten
-    return isinstance(node, torch.fx.Node) and _seen(node).target in (aten.bmm.default, aten.mm.default)
-
-
-def _kinds(product: Any) -> set[Any]:
-    """What the factors of a product were before they were converted."""
-    import torch
-
-    kinds = set()
-    for node in product.args:
-        before = node.all_input_nodes
-        while node.meta["val"].dtype is torch.float32 and len(before) == 1 and hasattr(before[0].meta["val"], "dtype"):
-            (node,) = before
-            before = node.all_input_nodes
-        kinds.add(node.meta["val"].dtype)
-    return kinds
-
-
-def _gradient(node: Any) -> Gradient | None:
-    """A node as the end of a softmax's gradient."""
-    import torch
-
-    aten = torch.ops.aten
-    if node.target != aten.sub.Tensor or len(node.args) != 2 or node.kwargs:
-        return None
-    one, other = node.args
-    if getattr(one, "target", None) != aten.mul.Tensor or getattr(other, "target", None) != aten.mul.Tensor:
-        return None
-    for weights, rows in (other.args, other.args[::-1]):
-        summed = getattr(rows, "target", None) == aten.sum.dim_IntList and rows.args[0] is one
-        if not summed or list(rows.args[1]) != [-1] or rows.args[2:] != (True,) or weights not in one.args:
-            continue
-        above = one.args[0] if one.args[1] is weights else one.args[1]
-        softmax = _softmax(weights)
-        if softmax is not None:
-            return Gradient(node, weights, softmax, above, rows)
-    return None
-
-
-def _softmax(node: Any) -> Any:
-    """The softmax that weights are: itself, or with rows of zeros where all scores are -inf."""
-    import torch
-
-    aten = torch.ops.aten
-    node = _whole(node)
-    if node.target == aten.where.self:
-        node = node.args[2] if _hidden(node.args[0]) is node.args[2].args[0] else node
-    last = node.target == aten._softmax.default and node.args[1] in (-1, node.meta["val"].dim() - 1)
-    return node if last and not node.args[2] else None
-
-
-def _whole(node: Any) -> Any:
-    """What weights are another name of."""
-    import torch
-
-    while node.target == torch.ops.aten.alias.default:
-        node = node.args[0]
-    return node
-
-
-def _hidden(node: Any) -> Any:
-    """The scores of which a condition says that all of a row are -inf; None where it says something else."""
-    import torch
-
-    aten = torch.ops.aten
-    if node.target != aten.all.dim or node.args[1:] != (-1, True):
-        return None
-    (test,) = node.args[:1]
-    return test.args[0] if test.target == aten.eq.Scalar and test.args[1] == -math.inf else None
-
-
-def _results(found: Gradient, worth: Collection[Any]) -> tuple[Any, Any] | None:
-    """The gradient of what weights are multiplied to, and that: a product of both with the same values is what the
-    gradient of the weights is, and what they are multiplied to. Both are multiplied by what weights are worth.
-    """
-    import torch
-
-    aten = torch.ops.aten
-    inward, times = _taken_off(found.above, worth)
-    if inward.target != aten.bmm.default or inward.args[1].target != aten.permute.default:
-        return None
-    gradient, turned = inward.args
-    if list(turned.args[1]) != [0, 2, 1]:
-        return None
-    values = turned.args[0]
-    products = (x for x in values.users if x.target == aten.bmm.default and x.args[1] is values)
-    results = next((x for x in products if _is_softmax(x.args[0], found.softmax, times, worth)), None)
-    if results is None or results.meta["val"].shape != gradient.meta["val"].shape:
-        return None
-    return gradient, results
-
-
-def _is_softmax(node: Any, softmax: Any, times: Any, worth: Collection[Any]) -> bool:
-    """Whether a factor is the weights of a softmax, multiplied by the same."""
-    bare, found = _taken_off(node, worth)
-    return found is times and _softmax(bare) is softmax
-
-
-def _taken_off(node: Any, worth: Collection[Any]) -> tuple[Any, Any]:
-    """What a node is a view of, and what that is multiplied by of what weights are worth, if it is."""
-    import torch
-
-    node = _seen(node)
-    if node.target == torch.ops.aten.mul.Tensor:
-        for bare, times in (node.args, node.args[::-1]):
-            if times in worth:
-                return _seen(bare), times
-    return node, None
-
-
-def _seen(node: Any) -> Any:
-    """What a node is a view of."""
-    import torch
-
-    aten = torch.ops.aten
-    views = {aten.view.default, aten.expand.default, aten.alias.default, aten._unsafe_view.default, aten.clone.default}
-    while node.target in views and node.args[0].meta["val"].numel() == node.meta["val"].numel():
-        node = node.args[0]
-    return node
+    return product.meta["val"].shape[-1] <= HEAD and not meets_products(found.end)
