@@ -315,6 +315,21 @@ def test_what_is_hidden_weighs_nothing_where_rows_have_a_factor() -> None:
     assert chosen.args[1].fn.name == "exp" and isinstance(chosen.args[1].args[0].args[0], l.Load)
 
 
+@pytest.mark.parametrize("shape", [(TOKENS // 2, 2 * TOKENS), (TOKENS, 2, TOKENS // 2)])
+def test_rows_of_a_softmax_may_be_others_than_those_of_products(shape: tuple[int, ...]) -> None:
+    """A number for each of them is none for the others, and keys' mean is not taken off all of one alike."""
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        scores = (q @ k.mT * WIDTH**-0.5).view(2, 2, *shape)
+        return torch.softmax(scores, -1).view(2, 2, TOKENS, TOKENS) @ v
+
+    torch.manual_seed(0)
+    given = [torch.randn(2, 2, TOKENS, WIDTH) + 3 * torch.randn(1, 2, 1, WIDTH) for _ in range(3)]
+    ours, eager, right = kept(run, given)[0], trained(run, given), trained(run, [x.double() for x in given])
+    for a, b, c in zip(ours, eager, right, strict=True):
+        assert (a - c).norm() <= 2 * (b - c).norm()
+
+
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (WIDTH**-0.5, 1.0), (1.0, WIDTH**-0.5)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_temperature_that_is_learned_has_rows_that_add_up_to_nothing(

@@ -96,9 +96,9 @@ def results_of(found: Gradient, worth: Collection[Any]) -> tuple[Any, Any] | Non
 
 
 def _is_softmax(node: Any, softmax: Any, times: Any, worth: Collection[Any]) -> bool:
-    """Whether a factor is the weights of a softmax, multiplied by the same."""
+    """Whether a factor is the weights of a softmax, multiplied by the same, and its rows are rows of that."""
     bare, found = _taken_off(node, worth)
-    return found is times and _softmax(bare) is softmax
+    return found is times and _softmax(bare) is softmax and _row(node) == _row(softmax)
 
 
 def _taken_off(node: Any, worth: Collection[Any]) -> tuple[Any, Any]:
@@ -211,8 +211,14 @@ def shifted(scores: Any) -> Any:
         made = [*scores.args]
     elif scores.target == aten.where.self and {-math.inf} in map(_constant, scores.args[1:]):
         made = [x for x in scores.args[1:] if _constant(x) != {-math.inf}]
-    found = [x for y in made if isinstance(y, torch.fx.Node) and len(y.users) == 1 and (x := shifted(y)) is not None]
+    made = [x for x in made if isinstance(x, torch.fx.Node) and len(x.users) == 1 and _row(x) == _row(scores)]
+    found = [x for y in made if (x := shifted(y)) is not None]
     return found[0] if len(found) == 1 else None
+
+
+def _row(node: Any) -> int:
+    """Elements of a row."""
+    return int(node.meta["val"].shape[-1])
 
 
 def multiplied(gradient: Any) -> Iterable[Any]:
