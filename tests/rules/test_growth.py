@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from terrazzo.interp.loop import run as run_loop
-from terrazzo.ir import node, operators, verify
+from terrazzo.ir import node, operators, sites, verify
 from terrazzo.ir.canonical import Form, canonical, twin
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects import tile
@@ -27,6 +27,7 @@ from terrazzo.rules.loop.fusion import again, columns_reduced, order
 from terrazzo.rules.loop.fusion import fuse as fusion
 from terrazzo.rules.loop.fusion import inline as inlining
 from terrazzo.rules.loop.fusion.inline import rewrite_loads
+from terrazzo.rules.loop.layout import dimensions, lookups, phases, pixels, taps_after, whole_steps
 from terrazzo.rules.loop.precision import parts
 from terrazzo.rules.loop_to_tile import choose
 from terrazzo.rules.loop_to_tile.experience import Experience
@@ -538,3 +539,22 @@ def test_candidates_after_one_that_was_lost_are_heard_of() -> None:
         tried = Lossy(losses)
         stages(program, Options(target="sm_90a"), Log(), names, tried)
         assert len(tried.next) == heard and not {*tried.next} & {*tried.seen}
+
+
+def test_alike_kernels_are_looked_at_once_by_rules_of_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred layers every kernel was asked by each of eight rules how its operands lie."""
+    monkeypatch.setattr("terrazzo.ir.canonical.MANY", 6)
+    asked: Counter[str] = Counter()
+    names = ((lookups, "operands_stored"), (pixels, "times"), (dimensions, "times"), (phases, "factors_of"),
+             (taps_after, "multiplied_first"), (whole_steps, "product"))  # fmt: skip
+    for module, name in names:
+        inner = getattr(module, name)
+        what = f"{module.__name__}.{name}"
+        monkeypatch.setattr(module, name, lambda *x, f=inner, what=what: asked.update([what]) or f(*x))
+    counts = []
+    for n in (12, 48):
+        asked.clear()
+        sites._product.cache_clear()
+        lowering(parse(layers(n)), Options(target="sm_90a", libraries="never"))
+        counts.append(dict(asked))
+    assert counts[0] == counts[1] and len(counts[0]) >= len(names) - 1

@@ -101,6 +101,13 @@ def once_per_form(fn: Callable[[l.Kernel], T]) -> Callable[[l.Kernel], T]:
     return named
 
 
+def may_have(program: l.Program, has: Callable[[l.Kernel], bool]) -> Callable[[l.Kernel], bool]:
+    """Whether it is worth looking for something in a kernel: where a program has many, whether its form `has` it, asked
+    once for all that differ in names only.
+    """
+    return once_per_form(has) if many_alike(program) else lambda _: True
+
+
 def together(kernels: Sequence[l.Kernel]) -> Form:
     """The canonical form of several kernels, a tuple of theirs. What is made of it is called as the last of them."""
     last = kernels[-1]

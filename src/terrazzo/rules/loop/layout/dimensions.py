@@ -16,7 +16,8 @@ from terrazzo.ir.address import flatten, unflatten
 from terrazzo.ir.contraction import operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, FloorDiv, IntExpr, Mod, Var, terms_of
-from terrazzo.ir.node import substitute, topological, transform
+from terrazzo.ir.instances import buffers_of, instances
+from terrazzo.ir.node import per_node, substitute, topological, transform
 from terrazzo.ir.proof import leaves
 from terrazzo.ir.sites import product
 from terrazzo.ir.types import Type, contiguous_strides
@@ -76,11 +77,11 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
     fixed = {*program.inputs, *program.results, *calls}
     shapes: dict[l.Buffer, set[tuple[int, ...] | None]] = {}
     often: set[l.Buffer] = set()
-    for kernel in [s for s in program.steps if isinstance(s, l.Kernel)]:
-        for x in operands(kernel):
-            if x.buffer.type.strides is None and all(isinstance(e, int) for e in x.buffer.type.shape):
-                shapes.setdefault(x.buffer, set()).add(_shape(x, kernel))
-                often |= {x.buffer} if _is_image(x, kernel) and times(x, kernel) >= OFTEN else set()
+    instance = instances(s for s in program.steps if isinstance(s, l.Kernel))
+    for kernel in [instance(s) for s in program.steps if isinstance(s, l.Kernel)]:
+        for n, shape, image in _read_by(kernel.form):
+            shapes.setdefault(kernel.buffers[n], set()).add(shape)
+            often |= {kernel.buffers[n]} if image else set()
     new: dict[l.Buffer, l.Buffer] = {}
     copies: dict[l.Buffer, l.Buffer] = {}
     taken = {b.name for s in program.steps for b in (*s.reads, *s.writes)}
@@ -119,6 +120,19 @@ def dimensions_of_products(program: l.Program, log: Log, copied: bool = False) -
         steps.append(s)
     log.applied(PASS, RULE, ", ".join(b.name for b in (*new, *copies)), program.steps, steps)
     return l.Program(program.name, program.inputs, tuple(steps), program.results)
+
+
+@per_node
+def _read_by(kernel: l.Kernel) -> tuple[tuple[int, tuple[int, ...] | None, bool], ...]:
+    """Which of the buffers of a kernel its products read, each with the dimensions of the strides at which they step
+    through it, and whether it is an image of which every element is multiplied often.
+    """
+    found = (x for x in operands(kernel) if x.buffer.type.strides is None)
+    return tuple(
+        (buffers_of(kernel).index(x.buffer), _shape(x, kernel), _is_image(x, kernel) and times(x, kernel) >= OFTEN)
+        for x in found
+        if all(isinstance(e, int) for e in x.buffer.type.shape)
+    )
 
 
 def _problem(kernel: l.Kernel, old: l.Buffer, new: l.Buffer) -> str:

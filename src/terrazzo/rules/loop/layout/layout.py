@@ -68,10 +68,13 @@ def store_as_read(program: l.Program, log: Log) -> l.Program:
     for node in topological(kernels):
         if isinstance(node, l.Load) and node.buffer not in fixed:
             loads.setdefault(node.buffer, []).append(node)
-    multiplied = {x for p in map(product, kernels) if p is not None for x in p.operands}
+    ways = {buffer: {_groups(load) for load in found} for buffer, found in loads.items()}
+    ways = {buffer: groups for buffer, groups in ways.items() if groups != {None}}
+    readers = [s for s in kernels if not ways.keys().isdisjoint(s.reads)]
+    multiplied = {x for p in map(product, readers) if p is not None for x in p.operands}
     moved: dict[l.Buffer, tuple[l.Buffer, Groups]] = {}
-    for buffer, found in loads.items():
-        groups = {_groups(load) for load in found}
+    for buffer, groups in ways.items():
+        found = loads[buffer]
         if {_groups(load) for load in found if load in multiplied} == groups - {None}:
             groups -= {None}  # tiles are boxes of memory: who reads every place by itself finds it as well merged
         merged = groups.pop() if len(groups) == 1 else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from terrazzo.ir.address import coefficient, flatten
+from terrazzo.ir.canonical import may_have
 from terrazzo.ir.contraction import Contraction, contraction, operand
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Bound, Expr, FloorDiv, Loaded, Var
@@ -204,8 +205,9 @@ def stored_first(
     steps: list[l.Kernel | l.Call] = []
     known: dict[Any, l.Buffer] = {}
     names = {b.name for s in program.steps for b in s.writes} | {b.name for b in program.inputs}
+    may = may_have(program, lambda form: find(form, frozenset(), {}) is not None)
     for s in program.steps:
-        if isinstance(s, l.Kernel) and (found := find(s, names, known)) is not None:
+        if isinstance(s, l.Kernel) and may(s) and (found := find(s, names, known)) is not None:
             *made, whole = found
             inlined, apart = prices(s, found)
             said = f"{inlined / 1000:.1f} us {otherwise}, {apart / 1000:.1f} us stored first"

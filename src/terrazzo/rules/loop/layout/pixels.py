@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.ir.address import mentions, unflatten
+from terrazzo.ir.canonical import may_have
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import IntExpr, Var, bounds, terms_of
 from terrazzo.ir.node import substitute
@@ -86,9 +87,10 @@ def pixels_together(program: l.Program, log: Log, often: int = OFTEN) -> l.Progr
     made: list[l.Buffer] = []
     there: dict[tuple[l.Buffer, Shuffle], l.Buffer] = {}
     steps: list[l.Kernel | l.Call] = []
+    may = may_have(program, lambda form: any(_shuffled(form, often)))
     for s in program.steps:
         read: dict[Any, Any] = {}
-        for x, axis, how in _shuffled(s, often) if isinstance(s, l.Kernel) else ():
+        for x, axis, how in _shuffled(s, often) if isinstance(s, l.Kernel) and may(s) else ():
             key = x.buffer, how
             name = f"{x.buffer.name}_together"
             if key not in there and name not in taken:
