@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.instances import Asked, Instance
+from terrazzo.ir.instances import Asked, Instance, instances
 from terrazzo.ir.text import parse
 from terrazzo.rules.loop.fusion.fused import merged, viewed
 
@@ -70,3 +70,60 @@ def test_what_is_said_of_a_form_is_said_of_its_instances() -> None:
     _, last = pair(**OTHERS)
     store, load = (b.name for b in (*last.form.writes, *last.form.reads))
     assert last.named(f"{last.form.name} leaves {load} for {store}") == "exp_12 leaves e for tz0z"
+
+
+STEP = """
+@loop
+def f(x: f32[64, 9, 32], h: f32[9, 32]):
+    with kernel('v', v=f32[9, 32]):
+        for a0 in free(9):
+            for a1 in free(32):
+                in0 = x[{at}, a0, a1]
+                in1 = x[{at} + 2, a0, a1]
+                v0 = add(in0, in1)
+                v[a0, a1] = v0
+    with kernel('z', z=f32[9, 32]):
+        for a0 in free(9):
+            for a1 in free(32):
+                in0 = v[{read}
+                in1 = x[{at} + {further}, a0, a1]
+                v0 = mul(in0, in1)
+                z[a0, a1] = v0
+    return (v, z)
+"""
+WHOLE, BEHIND = "a0, a1]", "a0 - 1, a1] if a0 >= 1 else 0"
+
+
+def step(at: int, read: str = WHOLE, further: int = 1) -> list[Instance]:
+    kernels = parse(STEP.format(at=at, read=read, further=further)).steps
+    return [Instance.anywhere(s) for s in kernels if isinstance(s, l.Kernel)]
+
+
+@pytest.mark.parametrize("ask", [viewed, merged])
+@pytest.mark.parametrize(("read", "times"), [(WHOLE, 1), (BEHIND, 3)])
+def test_steps_of_a_sequence_are_asked_for_once(ask: object, read: str, times: int) -> None:
+    """But for those that read nothing before the first: how far that is makes a difference."""
+    asked: list[object] = []
+    made = Asked(lambda *group: asked.append(group) or ask(*group), Instance.anywhere)  # type: ignore[operator]
+    for at in (7, 0, 60):
+        first, last = step(at, read)
+        assert (first.kernel, last.kernel) == tuple(parse(STEP.format(at=at, read=read, further=1)).steps)
+        anew = ask(first.kernel, last.kernel)  # type: ignore[operator]
+        assert made(first, last).kernel is anew
+    assert len(asked) == times
+
+
+def test_who_reads_as_far_from_another_is_another_pair() -> None:
+    asked: list[object] = []
+    made = Asked(lambda *group: asked.append(group))
+    for at, further in ((0, 1), (5, 1), (5, 3), (9, 3)):
+        made(*step(at, further=further))
+    assert len(asked) == 2
+
+
+def test_places_are_parts_of_forms_unless_asked_otherwise() -> None:
+    kernels = [s.kernel for at in range(4) for s in step(at)]
+    for anywhere, count in ((False, 8), (True, 2)):
+        instance = instances(kernels, anywhere)
+        assert len({instance(s).form for s in kernels}) == count
+        assert [instance(s).kernel for s in kernels] == kernels

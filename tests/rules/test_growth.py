@@ -69,6 +69,23 @@ def unrolled(count: int) -> str:
     return "\n".join([*lines, f"    return ({last},)\n"])
 
 
+def sequence(count: int) -> str:
+    """A recurrent net, unrolled, of which every step reads its own part of what is given."""
+    lines = ["@torch\ndef f(h: f32[8, 32], x: f32[64, 8, 32], w: f32[32, 32]):"]
+    last = "h"
+    for n in range(count):
+        lines += [
+            f"    x_{n}: f32[8, 32] = aten.select.int(x, 0, {n})",
+            f"    mm_{n}: f32[8, 32] = aten.mm.default({last}, w)",
+            f"    add_{n}: f32[8, 32] = aten.add.Tensor(mm_{n}, x_{n})",
+            f"    sigmoid_{n}: f32[8, 32] = aten.sigmoid.default(add_{n})",
+            f"    mul_{n}: f32[8, 32] = aten.mul.Tensor(sigmoid_{n}, x_{n})",
+            f"    tanh_{n}: f32[8, 32] = aten.tanh.default(mul_{n})",
+        ]
+        last = f"tanh_{n}"
+    return "\n".join([*lines, f"    return ({last},)\n"])
+
+
 def cells(count: int) -> str:
     """A recurrent net whose state two read: what is put out, and the next state."""
     lines = ["@torch\ndef f(h: f32[8, 32], c: f32[8, 32], w: f32[32, 32]):"]
@@ -167,6 +184,17 @@ def test_work_grows_no_faster_than_programs(
         assert many.get(what, 0) <= few.get(what, 0), (what, few, many)
     for what in ("priced", "inlined"):  # equal layers are fused once
         assert 0 < many[what] <= few[what], (what, few, many)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90a"])
+def test_steps_that_read_their_parts_of_a_sequence_are_fused_once(target: str, work: Counter[str]) -> None:
+    counts = []
+    for n in (12, 48):
+        work.clear()
+        lowering(parse(sequence(n)), Options(target=target))
+        counts.append((work["priced"], work["inlined"]))
+    (few, many), (fewer, more) = zip(*counts, strict=True)
+    assert 0 < many <= few and 0 < more <= fewer
 
 
 def test_equal_layers_are_one_kernel_under_many_names() -> None:

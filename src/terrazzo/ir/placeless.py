@@ -9,9 +9,9 @@ memory begin there as they did.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from terrazzo.ir.canonical import canonical
+from terrazzo.ir.canonical import canonical, sorted_by_names
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.expr import Expr, IntExpr, bounds, terms_of
 from terrazzo.ir.node import Node, per_node, transformed
@@ -28,15 +28,27 @@ def placeless(kernel: l.Kernel) -> l.Kernel:
 
 def placeless_together(kernels: Sequence[l.Kernel]) -> tuple[l.Kernel, ...]:
     """Several kernels without places. What one of them writes others read where it is."""
-    if not (begins := _begins(kernels)):
-        return tuple(kernels)
+    back = {b: tuple(-n for n in place) for b, place in _begins(kernels).items()}
+    return tuple(moved(s, back) for s in kernels)
 
-    def moved(x: Node) -> Node:
-        if not isinstance(x, l.Load) or x.buffer not in begins:
+
+@per_node
+def begins(kernel: l.Kernel) -> Mapping[l.Buffer, tuple[int, ...]]:
+    """Where a kernel begins to read, in those buffers in which this is not the beginning; nowhere else where names have
+    a say in what is where.
+    """
+    return {} if sorted_by_names(kernel) else _begins((kernel,))
+
+
+def moved(kernel: l.Kernel, by: Mapping[l.Buffer, Sequence[int]]) -> l.Kernel:
+    """A kernel that reads so many elements further on in some buffers."""
+
+    def visit(x: Node) -> Node:
+        if not isinstance(x, l.Load) or x.buffer not in by:
             return x
-        return l.Load(x.buffer, tuple(e - n for e, n in zip(x.index, begins[x.buffer], strict=True)))
+        return l.Load(x.buffer, tuple(e + n for e, n in zip(x.index, by[x.buffer], strict=True)), x.inside)
 
-    return tuple(l.Kernel(s.name, s.axes, transformed(s.stores, moved), s.source) for s in kernels)
+    return l.Kernel(kernel.name, kernel.axes, transformed(kernel.stores, visit), kernel.source) if by else kernel
 
 
 def _begins(kernels: Sequence[l.Kernel]) -> dict[l.Buffer, tuple[int, ...]]:

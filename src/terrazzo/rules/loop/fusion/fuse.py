@@ -95,7 +95,7 @@ class _Fusion:
     ) -> None:
         self.source, self.log, self.rates, self.pinned = program, log, rates, pinned
         self.show, self.decide, self.renews = show, decide, renews
-        self.instance = instances(s for s in program.steps if isinstance(s, l.Kernel))
+        self.instance = instances((s for s in program.steps if isinstance(s, l.Kernel)), anywhere=True)
         self.kernels = {i: self.instance(s) for i, s in enumerate(program.steps) if isinstance(s, l.Kernel)}
         self.calls: dict[int, l.Call] = {i: s for i, s in enumerate(program.steps) if isinstance(s, l.Call)}
         self.viewed, self.into, self.along, self.merged, self.multiply_apart, self.only_reduced = (
