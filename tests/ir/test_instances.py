@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from terrazzo.ir.dialects import loop as l
-from terrazzo.ir.instances import Asked, Instance, instances
+from terrazzo.ir.instances import SHARED, Asked, Instance, instances
 from terrazzo.ir.text import parse
 from terrazzo.rules.loop.fusion.fused import merged, viewed
 
@@ -121,9 +121,11 @@ def test_who_reads_as_far_from_another_is_another_pair() -> None:
     assert len(asked) == 2
 
 
-def test_places_are_parts_of_forms_unless_asked_otherwise() -> None:
+@pytest.mark.parametrize(("anywhere", "count"), [(False, 8), (True, 2)])
+def test_places_are_parts_of_forms_unless_asked_otherwise(anywhere: bool, count: int) -> None:
     kernels = [s.kernel for at in range(4) for s in step(at)]
-    for anywhere, count in ((False, 8), (True, 2)):
-        instance = instances(kernels, anywhere)
-        assert len({instance(s).form for s in kernels}) == count
-        assert [instance(s).kernel for s in kernels] == kernels
+    instance = instances(kernels * SHARED, anywhere)
+    assert len({instance(s).form for s in kernels}) == count
+    assert [instance(s).kernel for s in kernels] == kernels
+    alone = instances(kernels, anywhere)
+    assert [alone(s).form for s in kernels] == kernels  # too few are alike, wherever they read

@@ -91,10 +91,11 @@ class Instance:
 def instances(kernels: Iterable[l.Kernel], anywhere: bool = False) -> Callable[[l.Kernel], Instance]:
     """What makes instances of kernels of a program, of those that read `anywhere` alike, if asked for. Where few are
     alike, as in one layer, each is a form of its own: to find the forms of all that is tried takes longer then than it
-    saves.
+    saves. So it is where they are alike but for their places: what is made of steps of a scan grows with each.
     """
-    every, make = list(kernels), Instance.anywhere if anywhere else Instance.of
-    alike = len({make(k).form for k in every}) * SHARED <= len(every)
+    every = list(kernels)
+    alike = len({canonical(k).kernel for k in every}) * SHARED <= len(every)
+    make = Instance.anywhere if anywhere else Instance.of
     return make if alike else lambda kernel: Instance.of(kernel, kernel)
 
 
