@@ -137,10 +137,13 @@ def rules() -> str:
     from terrazzo.rules.loop_to_tile.walked import collapse
     from terrazzo.rules.tile import complete
     from terrazzo.rules.tile_to_kernel import lower
-    from terrazzo.rules.torch_to_tensor import loops, together
+    from terrazzo.rules.torch_to_tensor import loops, scatters_summed, together
 
     out = ["# Rules", "", GENERATED, "## Torch IR", ""]
-    for rewrite in (loops.parts_stacked, together.sums_together, loops.products_together, loops.stacks_whole):
+    for rewrite in (
+        scatters_summed.scatters_summed, loops.parts_stacked, together.sums_together, loops.products_together,
+        loops.stacks_whole,
+    ):  # fmt: skip
         out += [f"### {rewrite.__name__}", "", *_example(inspect.getdoc(rewrite) or ""), ""]
     out += ["## Torch IR to Tensor IR", "", *_doc(torch_to_tensor), ""]
     for module in (m for m in vars(torch_to_tensor).values() if inspect.ismodule(m) and hasattr(m, "RULES")):

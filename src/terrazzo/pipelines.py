@@ -97,6 +97,7 @@ from terrazzo.rules.torch_to_tensor.lower import lower as to_tensor
 from terrazzo.rules.torch_to_tensor.on_a_processor import on_a_processor
 from terrazzo.rules.torch_to_tensor.pairs import complex_as_pairs
 from terrazzo.rules.torch_to_tensor.placed import row_by_row
+from terrazzo.rules.torch_to_tensor.scatters_summed import scatters_summed
 from terrazzo.rules.torch_to_tensor.together import sums_together
 from terrazzo.targets import target
 from terrazzo.targets.cpu import chained
@@ -118,7 +119,7 @@ def _together(p: Program, log: Log, options: Options) -> Program:
     goal = target(options.target)
     if not goal.gpu or not options.fuse:
         return p
-    sums = sums_together(parts_stacked(p, log), log, goal.rates)
+    sums = sums_together(parts_stacked(scatters_summed(p, log), log), log, goal.rates)
     return stacks_whole(products_together(sums, log, goal.rates), log)
 
 

@@ -48,7 +48,7 @@ from terrazzo.rules.loop_to_tile.walked import collapse, windows_of_windows
 from terrazzo.rules.tensor_to_loop.lift import lift
 from terrazzo.rules.tile_to_kernel import lower as deriving
 from terrazzo.rules.torch_to_tensor import RULES as LOWERINGS
-from terrazzo.rules.torch_to_tensor import loops, pairs, together
+from terrazzo.rules.torch_to_tensor import loops, pairs, scatters_summed, together
 from terrazzo.rules.torch_to_tensor import lower as lowering
 from terrazzo.targets import target
 from terrazzo.targets.cpu import merged, tables
@@ -147,6 +147,9 @@ CATALOG: dict[str, Rewrite] = {
     "torch_to_tensor:opaque": Rewrite(lowering.opaque.doc, lambda p: lowering.lower(p, LOWERINGS, Log())),
     "torch_to_tensor:complex_as_pairs": of(pairs.complex_as_pairs, lambda p: pairs.complex_as_pairs(p, Log())),
     "torch_to_tensor:sums_together": of(together.sums_together, lambda p: together.sums_together(p, Log(), LAUNCHED)),
+    "torch_to_tensor:scatters_summed": of(
+        scatters_summed.scatters_summed, lambda p: scatters_summed.scatters_summed(p, Log())
+    ),
     "torch_to_tensor:parts_stacked": of(loops.parts_stacked, lambda p: loops.parts_stacked(p, Log())),
     "torch_to_tensor:stacks_whole": of(loops.stacks_whole, lambda p: loops.stacks_whole(p, Log())),
     "torch_to_tensor:products_together": of(

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import Type
-from terrazzo.rules.torch_to_tensor.scatter import PUTS
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, UNSORTED
 
 Operations = Callable[..., float]
 """How many operations a library computes, given an op's arguments, its first result, and a tile."""
@@ -24,6 +24,8 @@ def family_of(op: Any) -> tuple[str, Operations]:
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
     family += " added" if family == "index put" and True in op.args[3:4] else ""
+    if family == "embedding gradient" and op.args[1].type.numel > UNSORTED:
+        return f"{family} sorted", _looked_up
     if op.name in ORDERED:
         return family, partial(operations, length=ordered_along(op))
     if operations is _rows:
@@ -185,6 +187,11 @@ def _written(args: Sequence[Any], out: Type, tile: int) -> float:
 def _added(args: Sequence[Any], out: Type, tile: int) -> float:
     """Elements that are added."""
     return float(math.prod(args[3].type.static_shape))
+
+
+def _looked_up(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Rows that are sorted by where they go."""
+    return float(args[1].type.numel)
 
 
 def _sorted(args: Sequence[Any], out: Type, tile: int, length: int = 1) -> float:

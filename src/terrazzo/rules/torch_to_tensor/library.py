@@ -14,9 +14,9 @@ from terrazzo.ir.dialects.torch import Aten, Get
 from terrazzo.ir.node import Node, topological
 from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
-from terrazzo.ir.types import Type, dense, ordered_strides
+from terrazzo.ir.types import DType, Type, dense, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
-from terrazzo.rules.torch_to_tensor.added import added_one_by_one
+from terrazzo.rules.torch_to_tensor.added import ADDS, SCATTER_ADD, Given, Way, stored_narrow, ways
 from terrazzo.rules.torch_to_tensor.families import (
     ATTENTION,
     BACKWARD,
@@ -35,6 +35,7 @@ from terrazzo.rules.torch_to_tensor.families import (
 )
 from terrazzo.rules.torch_to_tensor.placed import moved
 from terrazzo.rules.torch_to_tensor.scatter import WRITES
+from terrazzo.rules.torch_to_tensor.sums import is_zero
 
 PASS = "torch_to_tensor"
 LIBRARY, OURS = "the library", "ours"
@@ -44,8 +45,8 @@ LIBRARY, OURS = "the library", "ours"
 class Libraries:
     """What decides: the machine, and what our kernels for an op by itself take on it, in nanoseconds (infinitely long
     where there are none), or " at most" so long, if that is less than what is enough. Of an op in float32 is asked
-    whether libraries compute it in `tf32`. On a processor, which is no `gpu`, nothing is priced: of a program that is
-    called which `on_a_processor` gives.
+    whether libraries compute it in `tf32`, and of some sums is known in which type they are `stored`. On a processor,
+    which is no `gpu`, nothing is priced: of a program that is called which `on_a_processor` gives.
     """
 
     gpu: Gpu | None
@@ -53,6 +54,7 @@ class Libraries:
     tf32: Callable[[Aten], bool] = lambda op: False
     on_a_processor: Callable[[Program, Callable[[Node], Type]], list[Aten]] = lambda program, laid_out: []
     layouts: dict[Node, Any] = field(default_factory=dict)
+    stored: dict[Node, DType] = field(default_factory=dict)
 
     def chosen(self, program: Program, log: Log) -> set[Node]:
         """The ops of a program of Torch IR that are called; why, and why others are not, is in the log."""
@@ -63,6 +65,7 @@ class Libraries:
                 log.add(Event(PASS, "library", program.names.get(node, node.name), True, why))
             return {*theirs}
         nodes = [n for n in topological(program.results) if isinstance(n, Aten)]
+        self.stored = stored_narrow(nodes, program.results)
         read = {c.x if isinstance(c, Get) else c for n in nodes for c in n.children}
         found: set[Node] = set()
         for node in nodes:
@@ -86,6 +89,8 @@ class Libraries:
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
         theirs = price(alone, gpu, self.tf32(node))
+        if (other := self._other_way(node, alone, gpu)) is not None:
+            theirs = _price_of(other, gpu)
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(first_result(node).static_shape) * first_result(node).dtype.size
             theirs += gpu.launch + 2 * size / gpu.memory
@@ -98,6 +103,19 @@ class Libraries:
         options = {OURS: f"by the model{told}", LIBRARY: node.name}
         return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
+    def _other_way(self, node: Aten, op: Aten, gpu: Gpu) -> Way | None:
+        """The cheapest other call for an op, which is `op` of other arguments; None where it is called itself."""
+        if node.name not in ADDS:
+            return None
+        alike: list[int] = []
+        if node.name == SCATTER_ADD:
+            index = self.laid_out(node.args[2])
+            steps = zip(index.shape, index.element_strides, strict=True)
+            alike = [d for d, (n, step) in enumerate(steps) if n == 1 or not step]
+        given = Given(alike, is_zero(node.args[0]), self.stored.get(node))
+        found = min(ways(op, given), key=lambda way: _price_of(way, gpu), default=None)
+        return found if found and _price_of(found, gpu) < price(op, gpu) else None
+
     def laid_out(self, node: Node) -> Type:
         """The type of a value with the strides it has in eager mode."""
         return eager_type(node, self.layouts)
@@ -106,12 +124,13 @@ class Libraries:
         """The call of an op, or its results where there are several. They, and arguments that are computed, lie as in
         eager mode.
         """
+        if self.gpu and (other := self._other_way(node, lowered, self.gpu)) is not None:
+            return other.value
         exactly = not takes_any_strides(node.name)
         placed = [self.placed(x, new, exactly) for x, new in zip(node.children, lowered.children, strict=True)]
         new = lowered.with_children(placed)
         if isinstance(node.result, Type):
-            added = added_one_by_one(new) if self.gpu else None
-            return added or t.Opaque(new.name, new.args, new.kwargs, dense(self.laid_out(node)), new.order)
+            return t.Opaque(new.name, new.args, new.kwargs, dense(self.laid_out(node)), new.order)
         each = [r if r is None else dense(self.laid_out(Get(node, k))) for k, r in enumerate(node.result)]
         call = t.Opaque(new.name, new.args, new.kwargs, tuple(each), new.order)
         return tuple(None if r is None else t.Get(call, k) for k, r in enumerate(each))
@@ -300,6 +319,11 @@ def price(op: Any, gpu: Gpu, tf32: bool = False) -> float:
     if (whole := taken(f"{kind} in 3d")) < math.inf:  # images are turned in what was measured, too
         return whole + added
     return taken("convolution in 3d" if taken("convolution in 3d") < math.inf else family) + turned + added
+
+
+def _price_of(way: Way, gpu: Gpu) -> float:
+    """What another call takes, with the kernels around it."""
+    return price(way.call, gpu) + way.launches * gpu.launch + way.moved / gpu.memory
 
 
 def _bytes(kind: Type) -> int:

@@ -25,6 +25,7 @@ from terrazzo.rules.torch_to_tensor.sums import (
     cat,
     flat,
     is_call,
+    is_zero,
     lying,
     replaced,
     shape,
@@ -62,7 +63,7 @@ def parts_stacked(program: Program, log: Log) -> Program:
         parts: dict[int, Pieces] = {}
         x: Any
         for x in terms:
-            if read[x] == 1 and is_call(x, "aten.select_scatter.default") and _is_zero(x.args[0]):
+            if read[x] == 1 and is_call(x, "aten.select_scatter.default") and is_zero(x.args[0]):
                 _, part, dim, n = x.args
                 dim %= len(shape(x))
                 parts.setdefault(dim, {}).setdefault(n % shape(x)[dim], (x, part))
@@ -74,10 +75,6 @@ def parts_stacked(program: Program, log: Log) -> Program:
             others = [x for x in terms if x not in taken]
             new[total] = partial(_stacked, total, dim, {n: part for n, (_, part) in most.items()}, others)
     return replaced(program, log, "parts_stacked", new) if new else program
-
-
-def _is_zero(x: Any) -> bool:
-    return (is_call(x, "aten.full.default") and x.args[1] == 0) or is_call(x, "aten.zeros.default")
 
 
 def _stacked(total: Any, dim: int, pieces: dict[int, Any], others: Sequence[Node], now: Any) -> Any:

@@ -39,6 +39,8 @@ REDUCTIONS = {
 PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
 WRITES = ("scatter", "scatter with", "index add", "index put", "embedding gradient")
 """What libraries have for ops that write where data says."""
+UNSORTED = 3072
+"""Up to how many rows PyTorch's gradient of an embedding sorts none on a GPU (its embedding_dense_backward_cuda)."""
 ON_A_PROCESSOR = 1 << 15, 2
 """Comparisons, in all and for an element, that take as long on a processor as a call of PyTorch."""
 

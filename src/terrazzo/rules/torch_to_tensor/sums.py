@@ -70,6 +70,11 @@ def is_call(node: Any, *names: str) -> bool:
     return isinstance(node, Aten) and node.name in names
 
 
+def is_zero(x: Any) -> bool:
+    """Whether a value is 0 everywhere."""
+    return (is_call(x, "aten.full.default") and x.args[1] == 0) or is_call(x, "aten.zeros.default")
+
+
 def adds(node: Node) -> bool:
     """Whether a node adds two tensors of its own type."""
     if not isinstance(node, Aten) or node.name != "aten.add.Tensor" or node.kwargs:
