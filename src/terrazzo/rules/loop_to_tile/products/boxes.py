@@ -163,6 +163,11 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     depth = [x for x in c.reduce.axes if all(_along(y, x) for y in (*images, *(() if beside else filters)))]
     if len(depth) != 1:
         return None, f"{a.buffer.name} and {b.buffer.name} are contiguous along no axis that both are summed over"
+    if any(_along(y, x) for x in rows for y in images):
+        return (
+            None,
+            f"{a.buffer.name} is read at moved places along what is contiguous: a box would hold it several times",
+        )
     for x in (*images, *filters):
         if not even(x.buffer):
             return None, f"rows of {x.buffer.name} do not begin at multiples of {WIDEST} bytes"
