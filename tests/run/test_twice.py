@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import functional, grad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.errors import Limitation
 from terrazzo.front import dynamo
@@ -96,7 +97,39 @@ def views(compiler: Compiler) -> list[Any]:
     return [*grad(slope.square().sum(), x)]
 
 
-CASES = [penalty, with_batch_norm, with_dropout, equation, inner_loop, products, beside_eager, one_of_another, views]
+def several_graphs(compiler: Compiler) -> list[Any]:
+    """What one graph gives and the next one does not save, whole and in part, is made again."""
+    x = inputs()
+    first, second, third = map(
+        compiler, (lambda x: (x.sin(), x.cumsum(0)), torch.add, lambda x, y: (x * y.exp()).sum())
+    )
+    a, b = first(x)
+    c = second(a, b[:, :1])
+    (slope,) = grad(third(c, second(a.t(), c.t()).t()), x, create_graph=True)
+    del a, b, c
+    slope.square().sum().backward()
+    return [slope, x.grad]
+
+
+def beside_another(compiler: Compiler) -> list[Any]:
+    """What made an input was gone backward through before, for somebody else."""
+    x, w = inputs(), torch.randn(6).double().requires_grad_()
+    first, second = compiler(torch.sin), compiler(lambda x, w: (x + w).pow(3).sum())
+    found = []
+    for _ in range(2):
+        a = first(x)
+        one, other = second(a, w.detach()), second(a, w)
+        del a
+        one.backward()
+        (slope,) = grad(other, w, create_graph=True)
+        found += [slope, *grad(slope.square().sum(), w)]
+    return found
+
+
+CASES = [
+    penalty, with_batch_norm, with_dropout, equation, inner_loop, products, beside_eager, one_of_another, views,
+    several_graphs, beside_another,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -198,3 +231,31 @@ def test_a_tensor_that_grows_in_place_does_not_hold_itself() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_what_another_graph_gave_is_not_held() -> None:
+    """Nor is what is written to: of a model in several graphs both took memory until the backward pass."""
+    first, second = (
+        torch.compile(f, backend="terrazzo") for f in (torch.sin, lambda a, b, c: (a + b * 2, c.add_(1))[0])
+    )
+    x = inputs()
+    for _ in range(2):
+        a, c = first(x), torch.zeros(8, 6).double()
+        b = a[:, :1].expand(8, 6)
+        alive = [StorageWeakRef(t.untyped_storage()) for t in (a, c)]
+        loss = second(a, b, c).sum()
+        del a, b, c
+        assert all(ref.expired() for ref in alive)
+        loss.backward()
+
+
+def test_what_was_written_to_since_another_graph_gave_it_is_held() -> None:
+    """It is another value than could be made again."""
+    first, second = torch.compile(torch.exp, backend="terrazzo"), torch.compile(lambda a: a.pow(3), backend="terrazzo")
+    x = inputs()
+    a = first(x)
+    with torch.no_grad():
+        a.mul_(2)
+    value = a.detach().clone()
+    (slope,) = grad(second(a).sum(), a, create_graph=True)
+    assert torch.allclose(slope, 3 * value.square())

@@ -64,7 +64,7 @@ class Twice:
             if asked():
                 return again(given, of, found, tangents)
             if not keeps():
-                given.kept, given.saved = [], None  # PyTorch lets go of what it saved, too
+                given.let_go()  # PyTorch lets go of what it saved, too
             return None
 
         notice = torch._dynamo.disable(notice, recursive=False)
@@ -80,6 +80,8 @@ class Twice:
             if node := _node([*results, *(args[k] for k in self.changed if k < len(args))], before):
                 of = {r.output_nr: k for k, r in enumerate(results) if getattr(r, "grad_fn", None) is node}
                 node.register_hook(partial(notice, given, of))
+                if not self.changed and not self.draws:
+                    node.metadata[MADE] = self, given, of, [getattr(r, "_version", 0) for r in results]
             return results
 
         return call
@@ -96,15 +98,16 @@ class Twice:
             raise _refusal("it writes to its inputs, or its results share memory")
         inputs = given.tensors()
         edges = torch._C._current_autograd_node().next_functions
-        places = {j: k for j, edge in enumerate(edges) if edge[0] for k, x in enumerate(inputs) if _is_at(x, edge)}
-        if len(places) < sum(edge[0] is not None for edge in edges):
+        asked = [(j, edge) for j, edge in enumerate(edges) if edge[0]]
+        places = {j: k for j, edge in asked for k, x in enumerate(inputs) if given.is_at(k, x, edge)}
+        if len(places) < len(asked):
             raise _refusal("inputs that it writes to, or that it holds itself, have gradients")
         # an input may depend on another, which is not to be part of its gradient here
         apart = {k: inputs[k].view_as(inputs[k]) for k in places.values()}
         with self._as_then(given):
             results = self.gm(*(apart.get(k, x.clone() if k in self.changed else x) for k, x in enumerate(inputs)))
-        asked = [(results[of[k]], t) for k, t in enumerate(tangents) if t is not None and results[of[k]].requires_grad]
-        outputs, weights = zip(*asked, strict=True)
+        pairs = [(results[of[k]], t) for k, t in enumerate(tangents) if t is not None and results[of[k]].requires_grad]
+        outputs, weights = zip(*pairs, strict=True)
         made = torch.autograd.grad(outputs, [*apart.values()], weights, create_graph=True, allow_unused=True)
         gradients = dict(zip(apart, made, strict=True))
         if self.draws and not all(_near(found[j], gradients[k]) for j, k in places.items()):
@@ -148,7 +151,9 @@ class Twice:
 
 class _Given:
     """The arguments of a call, kept for as long as gradients may be asked for. Tensors that depend on others are kept
-    as those which PyTorch saves: a tensor that is written to later, and depends on the call then, would hold itself.
+    as those which PyTorch saves: a tensor that is written to later, and depends on the call then, would hold itself. Of
+    what another compiled graph gave only how to make it again is kept: of a model in several graphs much is added to
+    something in the next one and needed no more. Of what is written to only its form is: its content is gone.
     """
 
     def __init__(self, args: Sequence[Any], changed: frozenset[int], drawing: bool) -> None:
@@ -157,45 +162,142 @@ class _Given:
         self.kept: list[Any] = [*args]
         self.versions: list[tuple[int, int]] = []
         deep: dict[int, Any] = {}
+        made: dict[int, tuple[Any, _Made]] = {}
         for k, x in enumerate(args):
             if not isinstance(x, torch.Tensor):
                 continue
             if not x.is_inference():
                 self.versions.append((k, x._version))
             if not x.requires_grad:
-                self.kept[k] = x.detach()
+                self.kept[k] = _Form.of(x) if k in changed else x.detach()
             elif x.grad_fn is not None:
                 self.kept[k] = None
-                if k not in changed:
+                if k in changed:
+                    continue
+                if origin := _made(x):
+                    made[k] = x, origin
+                else:
                     deep[k] = x
-        self.saved = _saving().apply(*deep.values()) if deep else None
+        self.saved = _functions()[0].apply(*deep.values()) if deep else None
         self.deep = tuple(deep)
         self.changed = changed
+        self.made = {k: origin for k, (_, origin) in made.items()}
+        hollow = _functions()[1].apply(*(x for x, _ in made.values())) if made else ()
+        self.hollow = dict(zip(made, hollow, strict=True))
+        self.readers, self.over = 0, False
         self.drawn: dict[Any, Any] = {}
         if drawing:
             self.drawn["cpu"] = torch.get_rng_state()
             for device in {x.device for x in args if isinstance(x, torch.Tensor) and x.is_cuda}:
                 self.drawn[device] = torch.cuda.get_rng_state(device)
 
+    def let_go(self) -> None:
+        """Keep nothing any more, once nobody needs it to make an argument of another call again."""
+        self.over = True
+        if not self.readers and self.kept:
+            self.kept, self.saved, self.hollow = [], None, {}
+            for origin in self.made.values():
+                origin.given.readers -= 1
+                if origin.given.over:
+                    origin.given.let_go()
+
     def tensors(self) -> list[Any]:
         """The arguments, with what they depend on. RuntimeError, as PyTorch's, if they were written to since."""
         if not self.kept:
             raise RuntimeError("a compiled graph is gone backward through a second time: specify retain_graph=True")
+        for k, origin in self.made.items():
+            if self.kept[k] is None:
+                self.kept[k] = _functions()[2].apply(self.hollow[k], [origin.again()])
         found = [*self.kept]
         deep = () if self.saved is None else self.saved.grad_fn.saved_tensors
         for k, x in zip(self.deep, deep, strict=True):
             found[k] = x
-        if any(found[k]._version != v for k, v in self.versions if k not in self.changed):
+        same = (*self.changed, *self.made)
+        if any(found[k]._version != v for k, v in self.versions if k not in same):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
                 "input of a compiled graph, whose gradient was asked for with create_graph=True"
             )
         return found
 
+    def is_at(self, k: int, x: Any, edge: tuple[Any, int]) -> bool:
+        """Whether gradients of an argument, which is x now, go along an edge."""
+        if k in self.made:
+            edges = self.hollow[k].grad_fn.next_functions
+            return bool(edges[[*self.made].index(k)] == edge)
+        return _is_at(x, edge)
+
+
+MADE = "terrazzo: what made this"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A result of a compiled graph that nothing was written to since, or a view of it: which `result` of the call it
+    was that this was `given`, and how both lie.
+    """
+
+    twice: Twice
+    given: _Given
+    result: int
+    whole: _Form
+    view: _Form
+
+    def again(self) -> Any:
+        """The same tensor, which depends on nothing."""
+        import torch
+
+        given = self.given.tensors()  # which stay there, with what they depend on
+        with torch.no_grad(), self.twice._as_then(self.given):
+            results = self.twice.gm(*given)
+            whole = self.whole.clone().copy_(results[self.result])
+            return whole.as_strided(self.view.size, self.view.strides, self.view.offset - self.whole.offset)
+
+
+def _made(x: Any) -> _Made | None:
+    """How a tensor that depends on others is made again; None where only who has it knows it."""
+    import torch
+
+    for base in (x, x._base):
+        if not type(x) is type(base) is torch.Tensor or base.grad_fn is None:
+            continue
+        if base.dtype is not x.dtype or x.is_conj() or x.is_neg() or 0 in base.stride():
+            continue
+        twice, given, of, versions = base.grad_fn.metadata.get(MADE, (None, None, {}, ()))
+        k = of.get(base.output_nr)
+        if k is not None and given.kept and x._version == versions[k]:
+            given.readers += 1
+            return _Made(twice, given, k, _Form.of(base), _Form.of(x))
+    return None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a tensor is beside its content, and how far behind the beginning of its memory it begins."""
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: Any
+    device: Any
+
+    @classmethod
+    def of(cls, x: Any) -> _Form:
+        """That of a tensor."""
+        return cls(tuple(x.size()), tuple(x.stride()), x.storage_offset(), x.dtype, x.device)
+
+    def clone(self) -> Any:
+        """A tensor of this form."""
+        import torch
+
+        return torch.empty_strided(self.size, self.strides, dtype=self.dtype, device=self.device)
+
 
 @cache
-def _saving() -> Any:
-    """A function of PyTorch's that saves what it is given, made once PyTorch is there."""
+def _functions() -> tuple[Any, Any, Any]:
+    """Functions of PyTorch's, made once PyTorch is there: one that saves what it is given; one whose results take no
+    memory, and depend on what it is given as that does; and one that fills such a result with a tensor.
+    """
     import torch
 
     class Saving(torch.autograd.Function):  # type: ignore[misc]
@@ -204,7 +306,25 @@ def _saving() -> Any:
             ctx.save_for_backward(*tensors)
             return torch.empty(0)
 
-    return Saving
+    class Hollow(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *tensors: Any) -> Any:
+            return tuple(x.new_empty(()).expand(x.shape) for x in tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients
+
+    class Filled(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, hollow: Any, content: list[Any]) -> Any:
+            return content[0]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient, None
+
+    return Saving, Hollow, Filled
 
 
 def _node(tensors: Sequence[Any], before: int) -> Any:

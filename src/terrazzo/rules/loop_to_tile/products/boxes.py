@@ -166,7 +166,7 @@ def moved(kernel: l.Kernel) -> tuple[Moved | None, str]:
     if any(_along(y, x) for x in rows for y in images):
         return (
             None,
-            f"{a.buffer.name} is read at moved places along what is contiguous: a box would hold it several times",
+            f"{a.buffer.name} is read at moved places where it is contiguous: a box would hold it many times",
         )
     for x in (*images, *filters):
         if not even(x.buffer):
