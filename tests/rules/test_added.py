@@ -33,7 +33,8 @@ def rows(dtype: Any = torch.float32, width: int = 8) -> tuple[Callable[..., Any]
 def wide() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Wide rows that are added to what is there."""
     index = torch.randint(0, 90, (4000,))
-    return lambda x, i, v: x.index_add(0, i, v), (numbers(90, 2048), index, numbers(4000, 2048))
+    rows = (numbers(n, 3584, dtype=torch.bfloat16) for n in (90, 4000))
+    return lambda x, v, i: x.index_add(0, i, v), (*rows, index)
 
 
 def numbers(*shape: int, dtype: Any = torch.float32) -> Any:
@@ -66,9 +67,9 @@ def of_pixels() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return fn, (*at, numbers(EDGES, 8))
 
 
-def picked(dtype: Any, dim: int = 1) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def picked(dim: int = 1, width: int = 3584) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Gradients of rows of several tables, which were gathered by an index that is repeated along them."""
-    index, source = torch.randint(0, 90, (2, 2000)), numbers(2, 2000, 2048, dtype=dtype)
+    index, source = torch.randint(0, 90, (2, 2000)), numbers(2, 2000, width, dtype=torch.bfloat16)
     if dim == 2:
         index, source = index[:, None], source.transpose(1, 2)
     else:
@@ -87,9 +88,8 @@ ADDED = {
     "pixels": (of_pixels(), INDEX_ADD),
     "wide rows in 16 bits": (rows(torch.bfloat16, 256), EMBEDDING),
     "wide rows to a sum": (wide(), EMBEDDING),
-    "rows gathered": (picked(torch.float32), EMBEDDING),
-    "rows gathered in 16 bits": (picked(torch.bfloat16), EMBEDDING),
-    "columns gathered": (picked(torch.bfloat16, 2), EMBEDDING),
+    "rows gathered": (picked(), EMBEDDING),
+    "columns gathered": (picked(2, 5632), EMBEDDING),
 }
 
 

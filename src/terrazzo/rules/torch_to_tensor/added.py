@@ -55,6 +55,11 @@ class Way:
     launches: int
     moved: int
 
+    @property
+    def sorts(self) -> bool:
+        """Whether the places are sorted first."""
+        return self.call.name == EMBEDDING and self.call.args[1].type.numel > UNSORTED
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -87,8 +92,8 @@ def ways(op: Aten, given: Given) -> Iterator[Way]:
     if rows is None or rows.x.type.dtype is not rows.source.type.dtype:
         return
     kind = rows.x.type
-    one_by_one = kind.dtype in EXACTLY or op.name in (SCATTER_ADD, INDEX_ADD)
-    if one_by_one and op.name != INDEX_ADD:
+    one_by_one = kind.dtype in EXACTLY or op.name not in PUTS
+    if one_by_one and op.name in PUTS:  # one element by another goes as fast as one row by another
         x = _shaped(t.permute(rows.x, rows.order), rows.numbered)
         call = Aten(INDEX_ADD, (x, rows.before, rows.place, rows.source), (), x.type)
         yield _way(rows, call, op, given)

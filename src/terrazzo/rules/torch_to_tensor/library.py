@@ -34,7 +34,7 @@ from terrazzo.rules.torch_to_tensor.families import (
     results_of,
 )
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import WRITES
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES
 from terrazzo.rules.torch_to_tensor.sums import is_zero
 
 PASS = "torch_to_tensor"
@@ -89,7 +89,7 @@ class Libraries:
         given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
         alone = node.with_children([given[x] for x in node.children])
         theirs = price(alone, gpu, self.tf32(node))
-        if (other := self._other_way(node, alone, gpu)) is not None:
+        if node.name == SCATTER_ADD and (other := self._other_way(node, alone, gpu)) is not None:
             theirs = _price_of(other, gpu)
         if read:  # what follows cannot be part of the op: it is a kernel that reads the result again
             size = math.prod(first_result(node).static_shape) * first_result(node).dtype.size
@@ -104,7 +104,9 @@ class Libraries:
         return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
     def _other_way(self, node: Aten, op: Aten, gpu: Gpu) -> Way | None:
-        """The cheapest other call for an op, which is `op` of other arguments; None where it is called itself."""
+        """The cheapest other call for an op, which is `op` of other arguments; None where it is called itself. One that
+        sorts is to take half as long as any that is one launch.
+        """
         if node.name not in ADDS:
             return None
         alike: list[int] = []
@@ -113,8 +115,9 @@ class Libraries:
             steps = zip(index.shape, index.element_strides, strict=True)
             alike = [d for d, (n, step) in enumerate(steps) if n == 1 or not step]
         given = Given(alike, is_zero(node.args[0]), self.stored.get(node))
-        found = min(ways(op, given), key=lambda way: _price_of(way, gpu), default=None)
-        return found if found and _price_of(found, gpu) < price(op, gpu) else None
+        known: list[tuple[float, Way | None]] = [(price(op, gpu) * (SORTING if node.name in PUTS else 1.0), None)]
+        known += [(_price_of(x, gpu) * (SORTING if x.sorts else 1.0), x) for x in ways(op, given)]
+        return min(known, key=lambda x: x[0])[1]
 
     def laid_out(self, node: Node) -> Type:
         """The type of a value with the strides it has in eager mode."""
@@ -180,6 +183,10 @@ def _channels_last(op: Aten, given: Mapping[Node, Input]) -> Aten:
             order = (0, *range(2, kind.rank), 1)
             found[x] = Input(given[x].name, Type(kind.dtype, kind.shape, ordered_strides(kind.static_shape, order)))
     return op.with_children([found[x] for x in op.children])  # type: ignore[no-any-return]
+
+
+SORTING = 2.0
+"""A call that sorts takes so much more of an op than its price says: a host launches some ten kernels for it."""
 
 
 def slower(ours: float, theirs: float) -> bool:
