@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.errors import Limitation
 from terrazzo.front.drawn import draws
@@ -231,8 +231,7 @@ class _Given:
 MADE = "terrazzo: what made this"
 
 
-@dataclass(frozen=True)
-class _Made:
+class _Made(NamedTuple):
     """A result of a compiled graph that nothing was written to since, or a view of it: which `result` of the call it
     was that this was `given`, and how both lie.
     """
@@ -267,12 +266,12 @@ def _made(x: Any) -> _Made | None:
         k = of.get(base.output_nr)
         if k is not None and given.kept and x._version == versions[k]:
             given.readers += 1
-            return _Made(twice, given, k, _Form.of(base), _Form.of(x))
+            form = _Form.of(x)
+            return _Made(twice, given, k, form if base is x else _Form.of(base), form)
     return None
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """What a tensor is beside its content, and how far behind the beginning of its memory it begins."""
 
     size: tuple[int, ...]
@@ -309,7 +308,7 @@ def _functions() -> tuple[Any, Any, Any]:
     class Hollow(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(ctx: Any, *tensors: Any) -> Any:
-            return tuple(x.new_empty(()).expand(x.shape) for x in tensors)
+            return tuple(x.new_empty_strided(x.shape, (0,) * x.dim()) for x in tensors)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
