@@ -44,6 +44,19 @@ def test_rows_that_lie_across_are_written_first(
     assert ("rows[M * K]" in text_of(fn, tmp_path, a, b)) == written
 
 
+def test_many_products_of_a_kernel_are_compiled_once(tmp_path: Path) -> None:
+    """Compiling takes as long as the machine code is, and all steps of a loop over time may be one kernel."""
+
+    def size(steps: int) -> int:
+        w, *xs = (torch.randn(96, 32), *(torch.randn(40, 32) for _ in range(steps)))
+        options = Options(cache_dir=tmp_path / str(steps))
+        compiled = terrazzo.compile(lambda w, *xs: [x @ w.T for x in xs], w, *xs, options=options)
+        assert len([s for s in compiled.compiled.program.steps if isinstance(s, l.Kernel)]) == 1
+        return max(p.stat().st_size for p in options.cache_dir.rglob("*.so"))
+
+    assert size(16) < 2 * size(2)
+
+
 def test_panels_of_many_blocks_are_written_once(tmp_path: Path) -> None:
     assert "right0" in text_of(lambda a, b: a.mT @ b, tmp_path, (128, 384), (128, 320))
 
