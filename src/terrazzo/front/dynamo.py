@@ -35,6 +35,9 @@ from terrazzo.reproduce import failing
 MANY = 3
 """Sets of sizes that a graph is compiled for before we say what to do about it."""
 
+VALUES = 8
+"""Values of its numbers (floats of Python) that a graph is compiled for: PyTorch runs it for all others."""
+
 SHARING = ("unfold", windows.__name__, "as_strided")
 """Functions whose results may have elements that share places, other than by a stride of 0, which AOTAutograd sees."""
 
@@ -52,8 +55,8 @@ def terrazzo(
     """The backend. PyTorch's graph goes through AOTAutograd, so training graphs come apart into forward and backward.
 
     An option we do not know is an error. What we cannot compile, and a bug of ours unless the option `strict` is set,
-    is told in a warning, and PyTorch runs the graph. Shapes that PyTorch holds open are compiled one by one, as they
-    come.
+    is told in a warning, and PyTorch runs the graph. Shapes and numbers that PyTorch holds open are compiled one by
+    one, as they come.
     """
     import torch
 
@@ -64,7 +67,7 @@ def terrazzo(
     if gm.graph.find_nodes(op="call_method", target="set_"):
         _say("a tensor is given other memory (set_), which AOTAutograd may lose writes to")
         return gm
-    if any(isinstance(x, torch.SymInt) or _symbolic(x) for x in example_inputs):
+    if any(isinstance(x, torch.SymInt) or _symbolic(x) for x in example_inputs) or _numbers(gm):
         return _by_shape(gm, chosen)
     return _compile(gm, example_inputs, chosen)
 
@@ -324,7 +327,7 @@ def _have_tangents(args: Sequence[Any]) -> bool:
 
 
 def _by_shape(gm: Any, options: Options) -> Any:
-    """A function that compiles `gm` anew for every set of concrete sizes and shapes it meets.
+    """A function that compiles `gm` anew for every set of concrete sizes, shapes and numbers it meets.
 
     It holds the lock that Dynamo compiles under: what AOTAutograd traces replaces functions of PyTorch meanwhile, and
     Dynamo, in another thread, would take these for PyTorch's own.
@@ -333,21 +336,42 @@ def _by_shape(gm: Any, options: Options) -> Any:
     from torch._dynamo.convert_frame import compile_lock
 
     compiled: dict[Any, Any] = {}
+    numbers = _numbers(gm)
+    values: set[tuple[str, ...]] = set()
 
     def call(*args: Any) -> Any:
         key = tuple(
             (tuple(a.shape), a.stride(), a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in args
         )
-        key = (key, _overlaps(args))
+        now = tuple(float(args[k]).hex() for k in numbers)
+        key = (key, _overlaps(args), now)
         if key not in compiled:
+            if now not in values and len(values) == VALUES:
+                _say(f"a number of Python has another value in every call, {VALUES} of which were compiled for")
+                return gm(*args)
+            values.add(now)
             with compile_lock, torch._guards.tracing(None):
                 if key not in compiled:  # nor has another thread compiled it meanwhile
                     compiled[key] = _specialised(gm, args, options)
-            if len(compiled) == MANY:
+            if len({sizes for sizes, *_ in compiled}) == MANY:
                 _vary(key[0], next(iter(compiled))[0])
         return compiled[key](*args)
 
     return call
+
+
+def _numbers(gm: Any) -> tuple[int, ...]:
+    """Which inputs are floats of Python, that Dynamo holds open: tensors of one number, of which nothing else is asked.
+    A layer's slope or eps is one under `dynamic=True`, and an argument that had another value before.
+    """
+    import torch
+
+    def is_number(n: Any) -> bool:
+        value = n.meta.get("example_value")
+        one = isinstance(value, torch.Tensor) and value.dtype is torch.float64 and not value.dim()
+        return one and bool(n.users) and all(u.op == "call_method" and u.target == "item" for u in n.users)
+
+    return tuple(k for k, n in enumerate(gm.graph.find_nodes(op="placeholder")) if is_number(n))
 
 
 def _vary(now: Sequence[Any], first: Sequence[Any]) -> None:
@@ -385,11 +409,19 @@ def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fixed = copy.deepcopy(gm)
+    numbers = _numbers(gm)
     kept: list[Any] = []
     static: list[int] = []  # parameters and buffers, as Dynamo marks them, which a copy no longer tells AOTAutograd
-    for node, value in zip([n for n in fixed.graph.nodes if n.op == "placeholder"], args, strict=True):
+    for k, (node, value) in enumerate(zip(fixed.graph.find_nodes(op="placeholder"), args, strict=True)):
         known = node.meta.get("tensor_dict", {})
         node.meta.clear()
+        if k in numbers:
+            for item in list(node.users):
+                with fixed.graph.inserting_before(item):
+                    item.replace_all_uses_with(fixed.graph.call_function(float, (float(value),)))
+                fixed.graph.erase_node(item)
+            fixed.graph.erase_node(node)
+            continue
         if isinstance(value, torch.Tensor):
             static += [len(kept)] if known.get("_dynamo_static_input_type") else []
             kept.append(value)
@@ -401,7 +433,7 @@ def _specialised(gm: Any, args: Sequence[Any], options: Options) -> Any:
     mode = FakeTensorMode()
     with torch._guards.tracing(torch._guards.TracingContext(mode)):
         inner = _compile(fixed, [mode.from_tensor(t, static_shapes=True) for t in kept], options, static)
-    return lambda *given: inner(*(g for g in given if isinstance(g, torch.Tensor)))
+    return lambda *given: inner(*(g for k, g in enumerate(given) if isinstance(g, torch.Tensor) and k not in numbers))
 
 
 def _layout(placeholder: Any) -> str:
