@@ -244,3 +244,12 @@ def views(name: str) -> bool:
         return any(x.alias_info is not None for x in operator(name)._schema.returns)
     except UserError:
         return True
+
+
+def viewed(steps: Iterable[Any]) -> dict[l.Buffer, l.Buffer]:
+    """What ops of PyTorch give that may be views, with what these are views of in the end."""
+    found: dict[l.Buffer, l.Buffer] = {}
+    for s in steps:
+        if isinstance(s, l.Call) and len(s.results) == 1 and s.writes and s.reads and views(s.name):
+            found[s.writes[0]] = found.get(s.reads[0], s.reads[0])
+    return found

@@ -21,7 +21,7 @@ from terrazzo.run.called import Called
 from terrazzo.run.cpu import Cpu
 from terrazzo.run.cuda import Cuda
 from terrazzo.run.own import layout, runs
-from terrazzo.run.plan import Plan, made_by_calls, places_in, spans
+from terrazzo.run.plan import Plan, held, made_by_calls, places_in, spans
 from terrazzo.run.streams import Streams
 from terrazzo.run.taken import adopted, roots, updated
 from terrazzo.run.tensors import Expected
@@ -52,6 +52,7 @@ class Frame:
         self.machine: Any = machine
         self.branches, self.singly = branches, singly
         self.overwritten = frozenset(s.onto for s in plan.slots if s.onto is not None)
+        self.held = held(plan)
         self.layout = layout(plan, machine.hands_on and not branches)
         try:
             self.arena = torch.empty(self.layout.size + ALIGN, dtype=torch.uint8, device=machine.device)

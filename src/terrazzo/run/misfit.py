@@ -15,7 +15,18 @@ from terrazzo.ir.regions import ALIGNED, Piece
 from terrazzo.ir.types import Type
 from terrazzo.run.arena import ALIGN
 from terrazzo.run.branches import Ahead
-from terrazzo.run.plan import Plan, Slot, as_rooted, made_by_calls, mentioned, pieces, places_in, uses, whole_strides
+from terrazzo.run.plan import (
+    Plan,
+    Slot,
+    as_rooted,
+    held,
+    made_by_calls,
+    mentioned,
+    pieces,
+    places_in,
+    uses,
+    whole_strides,
+)
 from terrazzo.run.taken import adopted, misplaced, roots, updated
 
 
@@ -79,7 +90,7 @@ def shared(plan: Plan) -> str:
         return f"{plan.slots[k].name} lies in the memory of something else"
     if plan.branches > 1 and (why := _side_by_side(plan, first)):
         return why
-    as_rooted(plan.slots, first, last)
+    as_rooted(plan, first, last)
     placed: dict[int | None, list[int]] = {}
     for k, s in enumerate(plan.slots):
         if k in first and s.bytes and s.kind == "arena" and k not in root:
@@ -122,7 +133,7 @@ def _side_by_side(plan: Plan, begin: Mapping[int, int]) -> str:
         if onto is not None and not ahead([n for n in users.get(onto, ()) if n != steps[0]], steps[0]):
             return f"{plan.slots[k].name} and {plan.slots[onto].name} share memory"
     root = roots(plan.slots)
-    for k, r in root.items():
+    for k, r in (root | held(plan)).items():
         users[r] = sorted({*users.get(r, ()), *users.get(k, ())})  # those of regions are counted already
         first[r] = min(first.get(r, first[k]), first[k])
     there = [k for k in first if plan.slots[k].kind == "arena" and k not in root]

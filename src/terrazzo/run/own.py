@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from terrazzo.ir.torch_types import operator
 from terrazzo.run.arena import placed
-from terrazzo.run.plan import Plan, pieces, slots_in, spans
+from terrazzo.run.plan import Plan, held, pieces, spans, views_in
 from terrazzo.run.taken import adopted, roots
 
 LARGE = 1 << 20
@@ -106,10 +105,10 @@ def _changes(plan: Plan, layout: Layout) -> tuple[list[int], list[int]]:
     free after it.
     """
     first, last = spans(plan, layout.moved)
-    views, root = set[int](), roots(plan.slots)
+    views, root, there = set[int](), roots(plan.slots), held(plan)
     for k, of in sorted(views_in(plan).items(), key=lambda x: -last[x[0]]):  # views of views first
         of = root.get(of, of)
-        if plan.slots[of].kind != "arena" or of in layout.own:
+        if plan.slots[of].kind != "arena" or of in layout.own or k in there:
             views.add(k)
             last[of] = max(last[of], last[k])
     theirs = adopted(plan.slots)
@@ -149,15 +148,4 @@ def runs(plan: Plan, layout: Layout) -> list[list[int]]:
         else:
             found.append([n])
             there = used[n]
-    return found
-
-
-def views_in(plan: Plan) -> dict[int, int]:
-    """The tensors that PyTorch's ops give as views of others, with these: they lie there, unless that is an arena."""
-    found = {}
-    for s in plan.steps:
-        if not s.key and len(s.results) == 1 and s.results[0] is not None and (given := slots_in(s.args)):
-            (info, *_) = (x.alias_info for x in operator(s.name)._schema.returns)
-            if info is not None and not info.is_write and plan.slots[s.results[0]].kind == "call":
-                found[s.results[0]] = given[0]
     return found

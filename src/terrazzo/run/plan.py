@@ -17,7 +17,7 @@ from terrazzo.errors import CompilerBug, UserError
 from terrazzo.ir.dialects import kernel
 from terrazzo.ir.dialects import loop as l
 from terrazzo.ir.dialects.torch import TorchName
-from terrazzo.ir.in_place import NOTHING_GIVEN, Given, can_be_told, taken_over, views
+from terrazzo.ir.in_place import NOTHING_GIVEN, Given, can_be_told, taken_over, viewed, views
 from terrazzo.ir.program import donated
 from terrazzo.ir.regions import NONE, Piece, Regions, lived, regions
 from terrazzo.ir.types import DTYPES, DType, Type
@@ -199,9 +199,29 @@ def places_in(plan: Plan, group: Sequence[int]) -> list[Place]:
     return [Place(s.branch, tuple(d - group[0] for d in s.after if d >= group[0])) for s in steps]
 
 
-def as_rooted(slots: Sequence[Slot], first: dict[int, int], last: dict[int, int]) -> None:
+def views_in(plan: Plan) -> dict[int, int]:
+    """The tensors that PyTorch's ops give as views of others, with these."""
+    alone = [(s, s.results[0]) for s in plan.steps if not s.key and len(s.results) == 1]
+    made = [(s, k) for s, k in alone if k is not None and plan.slots[k].kind == "call" and views(s.name)]
+    return {k: given[0] for s, k in made if (given := slots_in(s.args))}
+
+
+def held(plan: Plan) -> dict[int, int]:
+    """Views of temporaries, with these, whose memory is in use as long as they are; not those of what lies in the
+    memory of something else or has something in its own, part of which may be free sooner.
+    """
+    slots, root, found = plan.slots, roots(plan.slots), dict[int, int]()
+    shared = root.keys() | root.values()
+    for k, of in views_in(plan).items():
+        base = found.get(of, of)
+        if slots[base].kind == "arena" and slots[base].within is None and base not in shared:
+            found[k] = base
+    return found
+
+
+def as_rooted(plan: Plan, first: dict[int, int], last: dict[int, int]) -> None:
     """Let memory be in use from the first step to the last that mention what lies there, not only its own slot."""
-    for k, r in roots(slots).items():
+    for k, r in (roots(plan.slots) | held(plan)).items():
         first[r] = min(first[k], first.get(r, first[k]))
         last[r] = max(last[k], last.get(r, last[k]))
 
@@ -211,7 +231,7 @@ def spans(plan: Plan, moved: Collection[int] = ()) -> tuple[dict[int, int], dict
     was `moved` elsewhere.
     """
     first, last = uses(plan)
-    as_rooted(plan.slots, first, last)
+    as_rooted(plan, first, last)
     for k, slot in enumerate(plan.slots):
         if slot.within is not None and k in first and k not in moved:
             first[slot.within] = min(first[k], first.get(slot.within, first[k]))
@@ -296,8 +316,9 @@ def _made(
     theirs = {b for b, old in taken.items() if b in ends and (old in called or old in inputs)}
     temporaries = [b for b in buffers if b not in own and b not in root]
     pieces = {} if apart else named.pieces(program.steps)
-    within = {} if apart else hosts(program, temporaries, root, theirs, pieces, making)
-    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, root, pieces)
+    lying = root | {b: of for b, of in viewed(calls).items() if of in temporaries and b not in ends}  # as in `held`
+    within = {} if apart else hosts(program, temporaries, lying, theirs, pieces, making)
+    offsets, arena = allocate(program, [b for b in temporaries if b not in within], places, lying, pieces)
     offsets |= {b: offset for b, (_, offset) in within.items()}
     slots = []
     for b in buffers:
@@ -307,8 +328,8 @@ def _made(
         host = number[within[b][0]] if b in within else None
         old = number[taken[b]] if b in taken else None
         of, start = (number[whole[b]], named.of[b][1]) if b in whole else (None, offsets.get(b, 0))
-        lying = kind, start, host, old, of, b in inputs and b.name in free
-        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, *lying))
+        where = kind, start, host, old, of, b in inputs and b.name in free
+        slots.append(Slot(b.name, b.type.dtype.name, b.type.static_shape, strides, *where))
     steps = []
     for s, p in zip(program.steps, places, strict=True):
         if not isinstance(s, l.Call):
