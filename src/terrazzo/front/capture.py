@@ -333,6 +333,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any], called: 
     traced = partial(make_fx, tracing_mode="fake", _allow_non_fake_inputs=True)
     versions = [t._version for t in tensors]
     changed: list[int] = []
+    attended = attentions(called)
 
     def functional(*given: Any) -> Any:
         with watched() as watch, preserve_node_meta():  # which has the line that `watch` notes
@@ -346,7 +347,7 @@ def trace(fn: Callable[[list[Any]], list[Any]], tensors: Sequence[Any], called: 
             compile_lock,  # PyTorch traces in one thread at a time: who is traced is known to all its functions
             torch.no_grad(),
             attention_traced(called),
-            recurrent_nets_by_definition({**definitions(), **attentions(called), **dropouts()}),
+            recurrent_nets_by_definition({**definitions(), **attended, **dropouts()}),
             distributions_unchecked(),
             resampled_whole(tensors),
             checks_inside(),

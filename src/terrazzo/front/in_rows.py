@@ -77,14 +77,14 @@ def _placed(op: Any, decomposition: Callable[..., Any] | None, wanted: Callable[
             result = (decomposition or op)(*args, **kwargs)
         finally:
             busy.pop()
-        return result if result is NotImplemented else _moved(result, strides(result.shape))
+        return result if result is NotImplemented else moved(result, strides(result.shape))
 
     return traced
 
 
-def _moved(x: Any, strides: Sequence[int]) -> Any:
+def moved(x: Any, strides: Sequence[int]) -> Any:
     """A tensor that lies with these strides, which are those of an order of its dimensions."""
-    if x.stride() == tuple(strides):
+    if all(size <= 1 or mine == wanted for size, mine, wanted in zip(x.shape, x.stride(), strides, strict=True)):
         return x
     order = sorted(range(x.dim()), key=lambda d: -strides[d])
     return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
