@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import terrazzo
+from terrazzo.front import dynamo
 from terrazzo.options import Options
 
 TOKENS, HEADS, WIDTH = 12, 4, 16
@@ -76,6 +77,21 @@ def test_it_lies_as_what_the_user_allows(chosen: list[SDPBackend], dtype: torch.
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="terrazzo", options={"strict": True, "cache_dir": tmp_path})
     assert run(compiled).stride() == run(attend).stride()
+
+
+def test_a_graph_that_is_not_compiled_calls_what_eager_mode_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is written as code, as PyTorch's graphs are, in which a function has a name."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise dynamo._Refused
+
+    monkeypatch.setattr(dynamo, "partition", refused)
+    torch._dynamo.reset()
+    compiled = torch.compile(rows, backend=dynamo.terrazzo, options={"target": "sm_90a"})
+    with torch.profiler.profile() as profile:
+        out = compiled(tokens().requires_grad_())
+    assert torch.equal(out, rows(tokens()))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in {e.name for e in profile.events()}
 
 
 def test_who_allows_the_definition_alone_is_given_another_layout() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from terrazzo.front.in_rows import moved
@@ -45,7 +44,11 @@ def attentions(called: bool) -> dict[Any, Callable[..., Any]]:
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     allowed = tuple(_cur_sdpa_kernel_backends())
-    return {torch.nn.functional.scaled_dot_product_attention: partial(_attention, called, allowed)}
+
+    def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return _attention(called, allowed, q, k, v, *args, **kwargs)
+
+    return {torch.nn.functional.scaled_dot_product_attention: attention}
 
 
 def _attention(called: bool, allowed: Sequence[Any], q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,15 +58,18 @@ def _attention(called: bool, allowed: Sequence[Any], q: Any, k: Any, v: Any, *ar
     Where its op may be `called`, it is but for little work, and for arguments that stand for what functorch makes of
     them (batches, tangents), which it does not know. PyTorch's op keeps no scores, and multiplies bfloat16 as it lies:
     it takes 0.2 to 0.85 of the time of our kernels (one thread with AVX-512, float32, and AMX, bfloat16; 1 to 1024
-    queries, forward and in training).
+    queries, forward and in training). Where nothing is traced, as in a graph that PyTorch runs after all, it is as it
+    was.
     """
     import torch
+    from torch._guards import detect_fake_mode
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     attention = torch.nn.functional.scaled_dot_product_attention
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in (q, k, v))
     work = 2 * q.numel() * k.shape[-2] * (1 + v.shape[-1] / max(q.shape[-1], 1))
-    if called and not wrapped and work * (WAITS if q.shape[-2] == 1 else 1) >= WORK:
+    by_op = called and not wrapped and work * (WAITS if q.shape[-2] == 1 else 1) >= WORK
+    if by_op or detect_fake_mode((q, k, v)) is None:
         return attention(q, k, v, *args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
         result = attention(q, k, v, *args, **kwargs)
