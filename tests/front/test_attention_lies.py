@@ -51,6 +51,17 @@ def test_a_view_of_it_where_a_call_is_captured_and_where_sizes_are_open(tmp_path
         torch.testing.assert_close(fn(x), rows(x))
 
 
+def test_operands_may_be_named(tmp_path: Path) -> None:
+    def named(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = heads(x)
+        return F.scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True)
+
+    compiled = torch.compile(named, backend="terrazzo", options={"strict": True, "cache_dir": tmp_path})
+    captured = terrazzo.compile(named, tokens(), options=Options(cache_dir=tmp_path))
+    for fn in (compiled, captured):
+        torch.testing.assert_close(fn(tokens()), named(tokens()))
+
+
 def test_a_later_graph_takes_it_as_it_was_told(tmp_path: Path) -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         out = F.scaled_dot_product_attention(*heads(x))

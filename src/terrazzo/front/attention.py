@@ -45,8 +45,8 @@ def attentions(called: bool) -> dict[Any, Callable[..., Any]]:
 
     allowed = tuple(_cur_sdpa_kernel_backends())
 
-    def attention(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        return _attention(called, allowed, q, k, v, *args, **kwargs)
+    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return _attention(called, allowed, query, key, value, *args, **kwargs)
 
     return {torch.nn.functional.scaled_dot_product_attention: attention}
 
