@@ -216,9 +216,9 @@ def shifted(scores: Any) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-def _row(node: Any) -> int:
-    """Elements of a row."""
-    return int(node.meta["val"].shape[-1])
+def _row(node: Any) -> tuple[int, ...]:
+    """The extent of a row; none of a single number."""
+    return tuple(node.meta["val"].shape[-1:])
 
 
 def multiplied(gradient: Any) -> Iterable[Any]:
