@@ -112,6 +112,12 @@ REACH: dict[tuple[str, str], Reach] = {
         "f32", 0.98e-3, 0.69, 3000, 1,
         "258 us to add 4096 x 4096 elements to as many, 63.4 us to write 5 x 5120 of 5120 x 5120",
     ),
+    ("scatter of rows", "any"): Reach(
+        "f32", 4.5e-3, 0.69, 3000, 1,
+        "that add, each element of a row beside the other (30 November 2026): 116 us for 40960 of 1024 to 512, 126 for "
+        "16384 of 2048 to 8192, 28 for 16384 of 512 to 2048, 33 for 163840 of 64 to 8192; 157, 140, 37 and 45 in 16 "
+        "bits",
+    ),
     ("scatter with", "any"): Reach(
         "f32", 0.5e-3, 0.36, 5000, 1, "512 us for 4096 x 4096 of as many, 119 to 124 for 5 x 5120 of 5120 x 5120"
     ),
@@ -121,9 +127,10 @@ REACH: dict[tuple[str, str], Reach] = {
     ),
     ("index put", "any"): Reach("f32", 1.0, 0.60, 5000, 1, "not measured: a copy, and a kernel that writes"),
     ("index put added", "any"): Reach(
-        "f32", 1.0, 0.02, 38000, 1,
+        "f32", 3.3e-5, 0.35, 40000, 1,
         "at least eight kernels, which sort the places first: 39 to 44 us for 2401 and 4096 rows of 3 to 24, 75 for "
-        "38809 of 12, in both types (29 November 2026)",
+        "38809 of 12, in both types (29 November 2026); 53 for 4096 of 256, 79 for 16384 of 512, 74 for 65536 of 8, "
+        "131 for 163840 of 64, 137 for 8192 of 4096, 158 for 65536 of 512, 209 for 40960 of 1024 (30 November 2026)",
     ),
     ("embedding gradient", "any"): Reach(
         "f32", 1.0, 0.10, 14000, 1,
@@ -131,9 +138,11 @@ REACH: dict[tuple[str, str], Reach] = {
         "table has two (29 November 2026)",
     ),
     ("embedding gradient sorted", "any"): Reach(
-        "f32", 1.48e-5, 0.10, 38000, 1,
-        "more than 3072 rows, which are sorted first, as index_put does: 104 us for 65536 rows of 8 (29 November "
-        "2026); wide rows were not measured: memory as where none are sorted",
+        "f32", 3.0e-5, 0.20, 95000, 1,
+        "more than 3072 rows, which are sorted first, in both types alike (30 November 2026): 102 us for 4096 rows of "
+        "256 to 10000, 122 for 16384 of 512 to 2048, 129 for 163840 of 64 to 8192, 166 for 40960 of 1024 to 512, 176 "
+        "for 65536 of 8 to as many, 196 for 65536 of 512 to 8192, 201 for 8192 of 4096 to 1024, 376 for 16384 of 2048 "
+        "to 8192",
     ),
     ("cat", "any"): Reach(
         "f32", 1.0, 0.80, 3000, 1, "54.6 us for 24 tensors of 8192 x 128, 36.4 for 16 of 1024 x 1024, 22.1 in 16 bits"

@@ -22,13 +22,12 @@ from terrazzo.ir.types import DType, Type, f32, i32, i64
 from terrazzo.rules.torch_to_tensor.common import normalize
 from terrazzo.rules.torch_to_tensor.indexing import wrapped
 from terrazzo.rules.torch_to_tensor.pointwise import c
-from terrazzo.rules.torch_to_tensor.scatter import PUTS, UNSORTED, broadcast_shape
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, SCATTER_ADD, UNSORTED, broadcast_shape
 from terrazzo.rules.torch_to_tensor.sums import is_call
 
 EXACTLY = (f32, i64, i32)
 """Types in which a sum is as close one by one as all at once: index_put adds 16 bits in float32."""
 INDEX_ADD, EMBEDDING = "aten.index_add.default", "aten.embedding_dense_backward.default"
-SCATTER_ADD = "aten.scatter_add.default"
 ADDS = (*PUTS, INDEX_ADD, SCATTER_ADD)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.ir.dialects.torch import Aten
 from terrazzo.ir.types import Type
-from terrazzo.rules.torch_to_tensor.scatter import PUTS, UNSORTED
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, SCATTER_ADD, UNSORTED
 
 Operations = Callable[..., float]
 """How many operations a library computes, given an op's arguments, its first result, and a tile."""
@@ -23,9 +23,12 @@ def family_of(op: Any) -> tuple[str, Operations]:
         last = channels_at_end(convolved(op)[0].type)
         return ("depthwise last", _taps) if last else ("depthwise", _taps_and_more)
     family, operations = FAMILIES[op.name]
-    family += " added" if family == "index put" and True in op.args[3:4] else ""
+    if family == "index put" and True in op.args[3:4]:
+        return f"{family} added", _placed
     if family == "embedding gradient" and op.args[1].type.numel > UNSORTED:
         return f"{family} sorted", _looked_up
+    if op.name == SCATTER_ADD and op.args[2].type.rank and not op.args[2].type.element_strides[-1]:
+        return f"{family} of rows", operations
     if op.name in ORDERED:
         return family, partial(operations, length=ordered_along(op))
     if operations is _rows:
@@ -187,6 +190,11 @@ def _written(args: Sequence[Any], out: Type, tile: int) -> float:
 def _added(args: Sequence[Any], out: Type, tile: int) -> float:
     """Elements that are added."""
     return float(math.prod(args[3].type.static_shape))
+
+
+def _placed(args: Sequence[Any], out: Type, tile: int) -> float:
+    """Rows that are sorted by where they are added."""
+    return float(max(x.type.numel for x in args[1] if x is not None))
 
 
 def _looked_up(args: Sequence[Any], out: Type, tile: int) -> float:

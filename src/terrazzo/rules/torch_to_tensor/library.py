@@ -16,7 +16,7 @@ from terrazzo.ir.operators import pointwise, tried
 from terrazzo.ir.program import Input, Program
 from terrazzo.ir.types import DType, Type, dense, ordered_strides
 from terrazzo.rewrite.rule import Choice, Event, Log
-from terrazzo.rules.torch_to_tensor.added import ADDS, SCATTER_ADD, Given, Way, stored_narrow, ways
+from terrazzo.rules.torch_to_tensor.added import ADDS, Given, Way, stored_narrow, ways
 from terrazzo.rules.torch_to_tensor.families import (
     ATTENTION,
     BACKWARD,
@@ -34,7 +34,7 @@ from terrazzo.rules.torch_to_tensor.families import (
     results_of,
 )
 from terrazzo.rules.torch_to_tensor.placed import moved
-from terrazzo.rules.torch_to_tensor.scatter import PUTS, WRITES
+from terrazzo.rules.torch_to_tensor.scatter import PUTS, SCATTER_ADD, WRITES
 from terrazzo.rules.torch_to_tensor.sums import is_zero
 
 PASS = "torch_to_tensor"
@@ -86,8 +86,7 @@ class Libraries:
         """The op as the library has it and as our kernels have it; None where there is nothing to choose."""
         if not is_priced(node) or (not _asked_always(node) and any(map(_widened, node.children))):
             return None
-        given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
-        alone = node.with_children([given[x] for x in node.children])
+        given, alone = self._alone(node)
         theirs = price(alone, gpu, self.tf32(node))
         if node.name == SCATTER_ADD and (other := self._other_way(node, alone, gpu)) is not None:
             theirs = _price_of(other, gpu)
@@ -103,6 +102,11 @@ class Libraries:
         options = {OURS: f"by the model{told}", LIBRARY: node.name}
         return Choice(node.name, options, {OURS: ours, LIBRARY: theirs})
 
+    def _alone(self, node: Aten) -> tuple[dict[Node, Input], Aten]:
+        """An op of inputs that lie as what it is given does: these, and the op."""
+        given = {x: Input(f"x{k}", self.laid_out(x)) for k, x in enumerate(dict.fromkeys(node.children))}
+        return given, node.with_children([given[x] for x in node.children])
+
     def _other_way(self, node: Aten, op: Aten, gpu: Gpu) -> Way | None:
         """The cheapest other call for an op, which is `op` of other arguments; None where it is called itself. One that
         sorts is to take half as long as any that is one launch.
@@ -115,7 +119,9 @@ class Libraries:
             steps = zip(index.shape, index.element_strides, strict=True)
             alike = [d for d, (n, step) in enumerate(steps) if n == 1 or not step]
         given = Given(alike, is_zero(node.args[0]), self.stored.get(node))
-        known: list[tuple[float, Way | None]] = [(price(op, gpu) * (SORTING if node.name in PUTS else 1.0), None)]
+        known: list[tuple[float, Way | None]] = [
+            (price(self._alone(node)[1], gpu) * (SORTING if node.name in PUTS else 1.0), None)
+        ]
         known += [(_price_of(x, gpu) * (SORTING if x.sorts else 1.0), x) for x in ways(op, given)]
         return min(known, key=lambda x: x[0])[1]
 

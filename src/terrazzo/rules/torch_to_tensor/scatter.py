@@ -36,8 +36,9 @@ REDUCTIONS = {
 }  # fmt: skip
 """PyTorch's names, as our monoid and the scalar function that combines two."""
 
+SCATTER_ADD = "aten.scatter_add.default"
 PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
-WRITES = ("scatter", "scatter with", "index add", "index put", "embedding gradient")
+WRITES = ("scatter", "scatter of rows", "scatter with", "index add", "index put", "embedding gradient")
 """What libraries have for ops that write where data says."""
 UNSORTED = 3072
 """Up to how many rows PyTorch's gradient of an embedding sorts none on a GPU (its embedding_dense_backward_cuda)."""
