@@ -211,7 +211,8 @@ def test_einsums_keep_numbers_of_each_row(equations: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "shifted"), [(None, True), (-math.inf, True), (-1e4, False), (torch.tensor(-math.inf), False)]
+    ("hidden", "shifted"),
+    [(None, True), (-math.inf, True), (-1e4, False), (torch.tensor(-math.inf), False), ("far", True)],
 )
 @pytest.mark.parametrize("common", [0.0, 5.0])
 def test_what_queries_and_keys_have_in_common_has_no_error_in_float32(
@@ -224,7 +225,11 @@ def test_what_queries_and_keys_have_in_common_has_no_error_in_float32(
 
     def run(q: Any, k: Any, v: Any) -> Any:
         scores = q @ k.mT * WIDTH**-0.5
-        return torch.softmax(scores if hidden is None else torch.where(mask, hidden, scores), -1) @ v
+        if hidden == "far":
+            scores = scores - 0.1 * mask.to(q.dtype)
+        elif hidden is not None:
+            scores = torch.where(mask, hidden, scores)
+        return torch.softmax(scores, -1) @ v
 
     torch.manual_seed(0)
     errors = torch.zeros(2, 3)

@@ -196,8 +196,8 @@ def _constant(node: Any) -> set[Any]:
 
 
 def shifted(scores: Any) -> Any:
-    """The product that scores are a multiple of, with anything added or some hidden by -inf, so that they change alike
-    where all products of a row do; None where others read it, or what becomes of it.
+    """The product that scores are a multiple of, with anything added or taken off, or some hidden by -inf, so that they
+    change alike where all products of a row do; None where others read it, or what becomes of it.
     """
     import torch
 
@@ -207,7 +207,7 @@ def shifted(scores: Any) -> Any:
     made: list[Any] = []
     if _is_multiple(scores):
         made = [scores.args[0]]
-    elif scores.target == aten.add.Tensor and not scores.kwargs:
+    elif scores.target in (aten.add.Tensor, aten.sub.Tensor) and not scores.kwargs:
         made = [*scores.args]
     elif scores.target == aten.where.self and {-math.inf} in map(_constant, scores.args[1:]):
         made = [x for x in scores.args[1:] if _constant(x) != {-math.inf}]
