@@ -195,11 +195,10 @@ def _keys_around_mean(graph: Any, scores: Any, gradient: Any, again: set[Any]) -
     import torch
 
     aten = torch.ops.aten
-    product = shifted(scores)
-    keys = product.args[1] if product is not None else None
-    turned = (
-        [x for x in keys.users if x.target == aten.permute.default and list(x.args[1]) == [0, 2, 1]] if keys else []
-    )
+    if (product := shifted(scores)) is None:
+        return set()
+    keys = product.args[1]
+    turned = [x for x in keys.users if x.target == aten.permute.default and list(x.args[1]) == [0, 2, 1]]
     queries = {x for x in multiplied(gradient) if x.args[1] in turned}
     if not queries:
         return set()

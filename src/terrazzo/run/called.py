@@ -84,8 +84,8 @@ class Called:
     def _result(self, k: int) -> _Result:
         """What is known of a result."""
         frame, slots = self.frame, self.slots
-        own = {n for n in self.mine if frame.root.get(n, n) in frame.layout.own}  # nobody else will have their memory,
-        # or not as long as the view is needed
+        # Nobody else will have their memory, or not as long as the view is needed.
+        own = {n for n in self.mine if frame.root.get(n, n) in frame.layout.own}
         own |= {n for n in self.mine if k in frame.held and frame.held[k] == frame.held.get(n, n)}
         lost = self.mine if k in frame.overwritten else frame.overwritten
         apart = (n for n in self.mine if n in lost or (n not in own and not _may_share(slots[n], slots[k])))

@@ -11,15 +11,17 @@ from functools import partial
 from typing import Any
 
 from terrazzo.ir.dialects.torch import Aten
-from terrazzo.ir.node import Node, topological
+from terrazzo.ir.node import topological
 from terrazzo.ir.program import Program
 from terrazzo.ir.types import DType, Type
 from terrazzo.rewrite.rule import Event, Log
+from terrazzo.rules.torch_to_tensor.added import CAST
 from terrazzo.rules.torch_to_tensor.common import normalize
+from terrazzo.rules.torch_to_tensor.scatter import SCATTER_ADD
 from terrazzo.rules.torch_to_tensor.sums import PASS, is_call, is_zero, replaced, reshaped, shape, uses
 
 RULE = "scatters_summed"
-SCATTER, SUM = "aten.scatter_add.default", "aten.sum.dim_IntList"
+SUM = "aten.sum.dim_IntList"
 
 
 def scatters_summed(program: Program, log: Log) -> Program:
@@ -50,7 +52,7 @@ def scatters_summed(program: Program, log: Log) -> Program:
 
 def _sums_a_scatter(x: Any, read: Any) -> bool:
     """Whether a node sums what was added to zeros, and nobody else reads, along other dimensions."""
-    if not is_call(x, SUM) or not is_call(x.args[0], SCATTER) or read[x.args[0]] != 1 or not x.args[1]:
+    if not is_call(x, SUM) or not is_call(x.args[0], SCATTER_ADD) or read[x.args[0]] != 1 or not x.args[1]:
         return False
     zeros, dim, index, source = x.args[0].args
     rank = len(shape(zeros))
@@ -79,7 +81,7 @@ def _at_once(total: Any, now: Any) -> Any:
     full = tuple(shape(source)[d] if d in merged else n for d, n in enumerate(shape(own)))
     index, source = (_merged(x, kept, at, merged) for x in (_expanded(own, full), source))
     none = _filled(tuple(shape(zeros)[d] for d in kept), wide)
-    found = Aten(SCATTER, (none, at, _expanded(index, shape(source)), _cast(source, wide)), (), none.type)
+    found = Aten(SCATTER_ADD, (none, at, _expanded(index, shape(source)), _cast(source, wide)), (), none.type)
     return _cast(reshaped(found, shape(total)), total.type.dtype)
 
 
@@ -93,9 +95,9 @@ def _merged(x: Any, kept: list[int], at: int, merged: tuple[int, ...]) -> Any:
     return reshaped(x, (*sizes[:at], math.prod(sizes[at:end]), *sizes[end:]))
 
 
-def _expanded(x: Node, sizes: tuple[int, ...]) -> Node:
+def _expanded(x: Any, sizes: tuple[int, ...]) -> Any:
     """A value with extents of 1 repeated."""
-    return x if shape(x) == sizes else Aten("aten.expand.default", (x, sizes), (), Type(x.type.dtype, sizes))  # type: ignore[attr-defined]
+    return x if shape(x) == sizes else Aten("aten.expand.default", (x, sizes), (), Type(x.type.dtype, sizes))
 
 
 def _filled(sizes: tuple[int, ...], dtype: DType) -> Aten:
@@ -103,6 +105,4 @@ def _filled(sizes: tuple[int, ...], dtype: DType) -> Aten:
 
 
 def _cast(x: Any, dtype: DType) -> Any:
-    return (
-        x if x.type.dtype is dtype else Aten("aten._to_copy.default", (x,), (("dtype", dtype),), Type(dtype, shape(x)))
-    )
+    return x if x.type.dtype is dtype else Aten(CAST, (x,), (("dtype", dtype),), Type(dtype, shape(x)))
